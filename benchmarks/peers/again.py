@@ -2,13 +2,14 @@
 
     python -m benchmarks.peers.again [--measured peers.json]        measures, or takes what another run of compare has on file
 
-GPTQ's codes in few bits depend on the order of sums, so on the CPU; rounding and AWQ give the same numbers again.
+GPTQ's codes depend on the order of sums, so on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,14 @@ def of_case(case: Case, runs: dict[str, Any]) -> dict[str, Any] | None:
 
 def text(first: dict[str, Any], again: dict[str, Any]) -> str:
     """What stays, and the rows in which a verdict is another one."""
-    changed, said, alike, count = [], [], 0, 0
+    changed, said, alike, count = [], [], Counter[str](), Counter[str]()
     for case in CASES:
         name = " ".join(keys(case))
         then, now = of_case(case, first), again["rows"].get(name)
         if then is None or now is None:
             continue
-        count += 1
-        alike += all(abs(then[kind]["mean"] - now[kind]["mean"]) <= 1e-3 * abs(then[kind]["mean"]) for kind in KINDS)
+        count[case.ours] += 1
+        alike[case.ours] += all(abs(then[kind]["mean"] - now[kind]["mean"]) <= 1e-3 * abs(then[kind]["mean"]) for kind in KINDS)
         said += [now[kind]["mmqc is"] for kind in KINDS]
         for kind, digits in KINDS.items():
             a, b = then[kind], now[kind]
@@ -66,9 +67,10 @@ def text(first: dict[str, Any], again: dict[str, Any]) -> str:
                 changed.append((case.form, name_of(case.sample), case.ours, kind.upper(), *means, *words))
     head = ("form", "sample", "mmqc", "", "then", "again", "then mmqc was", "and is")
     stamp = ", ".join(f"{key} {value}" for key, value in again.get("about", {}).items())
-    return f"""mmqc's side of {count} rows was measured again on another machine ({stamp}). {alike} of them gave the same
-NLL and KL to three digits; GPTQ's in few bits did not, for its codes follow the order of sums. {said.count("worse")} of
-{len(said)} intervals say worse there, {said.count("better")} better. Verdicts that are others:
+    same = ", ".join(f"{alike[ours]} of {number} of {ours}" for ours, number in count.items())
+    return f"""mmqc's side of {count.total()} rows was measured again on another machine ({stamp}). NLL and KL are the same to
+three digits in {same}: codes follow the order of sums. {said.count("worse")} of {len(said)} intervals say worse there,
+{said.count("better")} better. Verdicts that are others:
 
 {table(head, changed)}"""
 

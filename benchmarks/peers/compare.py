@@ -182,7 +182,7 @@ over draws and questions (`python -m benchmarks.peers.draws`):
 
 So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
 ("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
-many. No layer says so: {held_out.text(held_out.read())}
+many. Errors of layers do not say so: {held_out.text(held_out.read())}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step

@@ -19,7 +19,7 @@ import torch
 
 import mmqc
 from benchmarks.peers.again import KINDS, row
-from benchmarks.peers.cases import CASES, Case, keys, verdict
+from benchmarks.peers.cases import CASES, Case, keys
 from examples.studies.study import about, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/peer_questions.json"
@@ -64,10 +64,10 @@ def text(found: dict[str, Any]) -> str:
             continue
         cells = []
         for kind, digits in KINDS.items():
-            mean, low, high = one[kind]["difference"]
+            (mean, low, high), verdict = one[kind]["difference"], one[kind]["mmqc is"]
             cells += [f"{one[kind]['mean']:.{digits}f} / {one['peer'][kind]:.{digits}f}",
                       f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"]  # fmt: skip
-            said.append(verdict(low, high))
+            said.append(verdict)
         sides = [one["spread of KL"][side] for side in ("mmqc", "peer")]
         cells.append(" / ".join(f"{side['median']:.1e}" for side in sides))
         cells.append(" / ".join(f"{side['share of few']:.0%}" for side in sides))

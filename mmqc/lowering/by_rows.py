@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sympy import Expr, Max, Min
+from sympy import Expr
 
 from mmqc.kernels.matmul import by_rows, scaled_matmul, weight_only_matmul
 from mmqc.kernels.matmul.by_rows import After, Part
@@ -21,7 +21,7 @@ from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, has_warpgroup_produ
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.warpgroup import byte_matmul, packed_matmul
 from mmqc.lowering.inductor import at_least, at_most
-from mmqc.lowering.launch import Operand, more_than
+from mmqc.lowering.launch import Operand, box_of, more_than, no_more_than
 from mmqc.lowering.python_call import call, has_python
 
 
@@ -37,7 +37,7 @@ def scaled(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operan
     """``scaled_matmuls`` of more rows than ``up_to``, which ``bound`` gave."""
     site = _site(x, linears, scales)
     w, w_scale, bias, y = _columns(linears)
-    args = (str(site), x.box, _box(scales.scale), _box(mask), w, w_scale, bias, y)
+    args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
     call(by_rows.scaled, args, y, more_than(x.shape[0], up_to), _expected(site))
 
 
@@ -56,8 +56,9 @@ def with_epilogue(
     after = After(epilogue.activation, epilogue.dtype, None if codes is None else codes.kind, epilogue.bits, *term)
     site = _site(x, linears, scales, after)
     w, w_scale, bias, y = _columns(linears)
-    last = (_box(None if codes is None else codes.scale), _box(next_mask), epilogue.bits, _box(low_x), _box(low_w))
-    args = (str(site), x.box, _box(scales.scale), _box(mask), w, w_scale, bias, y[0], epilogue.activation, epilogue.dtype, *last)
+    last = (box_of(None if codes is None else codes.scale), box_of(next_mask), epilogue.bits, box_of(low_x), box_of(low_w))
+    first = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y[0])
+    args = (*first, epilogue.activation, epilogue.dtype, *last)
     call(by_rows.with_epilogue, args, y[:1], more_than(x.shape[0], up_to), _expected(site))
 
 
@@ -77,7 +78,7 @@ def weight_only(x: Operand, linears: Sequence[Linear]) -> None:
     device, parts = x.device.index or 0, [_part(linear) for linear in linears]
     site = device, (x.dtype, x.shape[1]), tuple(map(tuple, parts)), linears[0].scale.dtype
     w, w_scale, bias, y = _columns(linears)
-    runs = [more_than(rows, few), None if at_most(rows, some) else Min(1, Max(0, some + 1 - rows))]
+    runs = [more_than(rows, few), no_more_than(rows, some)]
     meant = [r for r in runs if r is not None]
     said = "".join(f"mmqc_by_rows.Part{tuple(part)}, " for part in parts)
     expected = f"mmqc_by_rows.expect_bytes({device!r}, {site[1]!r}, ({said}), {site[3]!r})"
@@ -104,10 +105,6 @@ def _expected(site: tuple[Any, ...]) -> str:
 
 
 def _columns(linears: Sequence[Linear]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    boxes = [[_box(part) for part in (linear.w, linear.scale, linear.bias, linear.y)] for linear in linears]
+    boxes = [[box_of(part) for part in (linear.w, linear.scale, linear.bias, linear.y)] for linear in linears]
     w, w_scale, bias, y = (list(column) for column in zip(*boxes, strict=True))
     return w, w_scale, bias, y
-
-
-def _box(operand: Any) -> Any:
-    return None if operand is None else operand.box

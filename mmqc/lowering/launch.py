@@ -117,7 +117,7 @@ def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
             yield last, (_from(rows, above) if above and not at_least(rows, above + 1) else None)
             return
         if not at_least(rows, last + 1):
-            yield last, _from(rows, above) * Min(1, Max(0, last + 1 - rows))
+            yield last, _from(rows, above) * no_more_than(rows, last)
             above = last
     if up_to is None:
         yield max(size_hint(rows, MANY), REGIMES[-1] + 1), (_from(rows, above) if above else None)
@@ -126,6 +126,16 @@ def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
 def more_than(rows: Any, bound: int) -> Any:
     """1 where there are more rows, else 0; None where there always are."""
     return None if at_least(rows, bound + 1) else _from(rows, bound)
+
+
+def no_more_than(rows: Any, bound: int) -> Any:
+    """1 where there are at most so many rows, else 0; None where there always are."""
+    return None if at_most(rows, bound) else Min(1, Max(0, bound + 1 - rows))
+
+
+def box_of(operand: Any) -> Any:
+    """An operand's box, if there is an operand."""
+    return None if operand is None else operand.box
 
 
 def _from(rows: Any, above: int) -> Any:

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sympy import Max, Min
 
 from mmqc.kernels.hadamard import basis_quantize_per_token as basis_kernel
 from mmqc.kernels.hadamard import hadamard_plan, hadamard_wgmma, transform_by_rows
@@ -35,7 +34,7 @@ from mmqc.kernels.rows import quantize_per_token as per_token_kernel
 from mmqc.kernels.rows.norm_quantize import Norm
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
 from mmqc.kernels.shared.launch import Shape
-from mmqc.kernels.shared.plan import FEW_ROWS, Plan, Refusal
+from mmqc.kernels.shared.plan import Plan, Refusal
 from mmqc.kernels.shared.row_scale import VISUAL
 from mmqc.lowering.inductor import (
     TensorBox,
@@ -49,12 +48,13 @@ from mmqc.lowering.inductor import (
     size_hint,
     static_int,
 )
-from mmqc.lowering.launch import MANY, Operand, emit, more_than
+from mmqc.lowering.launch import MANY, Operand, box_of, emit, more_than, no_more_than
 from mmqc.lowering.on_cuda import row_scale
 from mmqc.lowering.python_call import call, has_python
 
 aten = torch.ops.aten
 Boxes = tuple[TensorBox, TensorBox, TensorBox]
+INDUCTOR_ROWS = 256  # whose codes are left to Inductor: steps have graphs of so many, and there ours was not timed
 TURNS = 1 << 20  # rows of a persistent grid for any number of them: programs without rows end at once
 
 
@@ -174,7 +174,7 @@ def norm_per_token(
 def quantize(x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int, kind: torch.dtype) -> TensorBox | None:
     """Q of many rows."""
     rows = Rows(x)
-    if isinstance(rows.count, int) and rows.count <= FEW_ROWS:
+    if isinstance(rows.count, int) and rows.count <= INDUCTOR_ROWS:
         return None
     plan = quantize_kernel.plan(rows.x, row_scale(scale, visual, rows.size[:-1]), bits, kind, rows.new)
     return None if isinstance(plan, Refusal) else rows.shaped(rows.emit(plan))[0]
@@ -246,21 +246,17 @@ def _emit_transform(rows: Rows, gate: Any, plan: Plan[Any], written: Written) ->
         rows.emit(plan)
         return
     if not at_least(count, few + 1):
-        rows.emit(plan, Min(1, Max(0, few + 1 - count)))
+        rows.emit(plan, no_more_than(count, few))
     static = written.rows
     kind = None if static is None else static.kind
-    y, codes = [_box(written.y)], [_box(written.scale), _box(written.offset)]
+    y, codes = [box_of(written.y)], [box_of(written.scale), box_of(written.offset)]
     site = transform_by_rows.Site(x.shape[1], x.dtype, gate is not None, written.y.dtype, written.bits, kind, codes[0] is not None)
     mask = static.rows if static is not None and kind == VISUAL.value else None
-    scales = [_box(None if static is None else static.scale), _box(mask)]
-    args = (tuple(site), x.box, _box(gate), *y, *scales, *codes)
+    scales = [box_of(None if static is None else static.scale), box_of(mask)]
+    args = (tuple(site), x.box, box_of(gate), *y, *scales, *codes)
     filled = [box for box in (*y, *codes) if box is not None]
     once = f"mmqc_transform_by_rows.expect({x.device.index or 0}, {tuple(site)})"
     call(transform_by_rows.transform, args, filled, more_than(count, few), once)
-
-
-def _box(operand: Any) -> Any:
-    return None if operand is None else operand.box
 
 
 def matrices(n: int, device: torch.device, dtype: torch.dtype) -> Any:

@@ -91,8 +91,8 @@ def test_again__tells_the_verdicts_that_another_machine_changes() -> None:
         rows[f"{ours} {theirs}"] = again.row({"nll": [now] * 30, "kl": [0.01] * 30}, peer)
     said = again.text(first, {"about": {"commit": "abc"}, "rows": rows})
     assert "side of 2 rows" in said
-    assert "(commit abc). 1 of them gave" in said
-    assert "1 of\n4 intervals say worse" in said
+    assert f"1 of 2 of {cases[0].ours}: codes" in said
+    assert "1 of 4 intervals say worse" in said
     assert said.count("| tie | worse |") == 1
     assert "0.5000" in said
 

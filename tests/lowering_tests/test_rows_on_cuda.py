@@ -30,7 +30,6 @@ lowered = pytest.importorskip("mmqc.lowering.rows_on_cuda")
 from mmqc import kernels  # noqa: E402
 from mmqc.kernels.hadamard import hadamard_plan, hadamard_quantize  # noqa: E402
 from mmqc.kernels.shared.launch import Launch  # noqa: E402
-from mmqc.kernels.shared.plan import FEW_ROWS  # noqa: E402
 from mmqc.lowering import launch as emitting  # noqa: E402
 
 BF16, FP32, FP64, FP8 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
@@ -203,7 +202,7 @@ def test_lowered__launches_are_those_of_eager_calls(op: str, launched: Launched)
             continue
         want, found = of_eager(case, launched), of_graph(case, launched)
         kernels_of = [launch[0] for launch in want]
-        if case.what[0] <= {"norm_quantize": norm_quantize.INDUCTOR_ROWS, "quantize": FEW_ROWS}.get(op, 0):
+        if case.what[0] <= {"norm_quantize": norm_quantize.INDUCTOR_ROWS, "quantize": lowered.INDUCTOR_ROWS}.get(op, 0):
             assert found == [], f"{case}: few rows are Inductor's"
         elif "hadamard_wgmma_kernel" in kernels_of:
             assert found == [f"mmqc.{op}.default"], f"{case}: Gluon's kernels are launched by calls of the op"
