@@ -1,7 +1,7 @@
 """What is done to every row, on CUDA: importing this file registers the kernels as the ops' implementation.
 
     mmqc::quantize, norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize,
-          hadamard_quantize_per_token, basis_quantize_per_token, power_clip, all_reduce,
+          hadamard_quantize_kept, hadamard_quantize_per_token, basis_quantize_per_token, power_clip, all_reduce,
           all_reduce_norm_quantize                    on CUDA   ->  the Triton kernels, rows flattened
 
 What a kernel cannot take goes to the reference.
@@ -33,6 +33,7 @@ from mmqc.ops import all_reduce as sum_op
 from mmqc.ops import basis_quantize_per_token as basis_op
 from mmqc.ops import hadamard as hadamard_op
 from mmqc.ops import hadamard_quantize as hadamard_quantize_op
+from mmqc.ops import hadamard_quantize_kept as hadamard_kept_op
 from mmqc.ops import hadamard_quantize_per_token as hadamard_per_token_op
 from mmqc.ops import norm_quantize as norm_op
 from mmqc.ops import norm_quantize_per_token as norm_per_token_op
@@ -128,6 +129,21 @@ def hadamard_quantize(
     return plan.run().view(x.shape)
 
 
+def hadamard_quantize_kept(
+    x: Tensor, up: Tensor | None, factors: list[Tensor], kept: Tensor, scale: Tensor, visual: Tensor | None, bits: int,
+    code: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``mmqc::hadamard_quantize_kept`` on CUDA."""
+    hadamard_op.check(x, factors)
+    rows, gate, kind = _rows(x), None if up is None else _rows(up), code_dtype(bits, code)
+    scales = _scales(scale, visual, x, len(rows))
+    plan = hadamard_kernel.plan_kept(rows, gate, matrices_of(factors), kept, scales, bits, kind)
+    if isinstance(plan, Refusal):
+        return hadamard_kept_op.reference(x, up, factors, kept, scale, visual, bits, code)
+    q, some = plan.run()
+    return q.view(x.shape), some.view(*x.shape[:-1], kept.shape[0])
+
+
 def hadamard_quantize_per_token(
     x: Tensor, up: Tensor | None, factors: list[Tensor], bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +200,7 @@ def all_reduce_norm_quantize(
 
 
 for implementation in (
-    quantize, norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_per_token,
-    basis_quantize_per_token, power_clip, all_reduce, all_reduce_norm_quantize,
+    quantize, norm_quantize, norm_quantize_per_token, quantize_per_token, hadamard, hadamard_quantize, hadamard_quantize_kept,
+    hadamard_quantize_per_token, basis_quantize_per_token, power_clip, all_reduce, all_reduce_norm_quantize,
 ):
     use_on_cuda(implementation)

@@ -72,6 +72,7 @@ WHY_NOT = {
     torch.ops.mmqc.decode_attention.default: decode_attention.why_not,
     torch.ops.mmqc.hadamard.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize.default: hadamard.why_not,
+    torch.ops.mmqc.hadamard_quantize_kept.default: hadamard.why_not,
     torch.ops.mmqc.hadamard_quantize_per_token.default: hadamard.why_not,
     torch.ops.mmqc.norm_quantize_per_token.default: fused_per_token.why_not_norm,
     torch.ops.mmqc.basis_quantize_per_token.default: fused_per_token.why_not_basis,

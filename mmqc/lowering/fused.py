@@ -1,7 +1,7 @@
 """The fused ops: on CUDA one kernel each; elsewhere the operations that they stand for, one by one.
 
 scaled_matmuls, weight_only_matmuls     q, k and v; gate and up
-hadamard_quantize                       the gate, the transform and the quantization in front of a down_proj
+hadamard_quantize, …_kept               the gate, the transform and the quantization in front of a down_proj
 """
 
 from __future__ import annotations
@@ -70,8 +70,35 @@ def lower_hadamard_quantize(
         if rows_on_cuda().is_called(x):
             return call_kernel(mmqc_ops.hadamard_quantize.default, x, up, factors, scale, visual, bits, code)
         return rows_on_cuda().transform(x, up, scale, visual, bits, kind)
-    if up is not None:
-        wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
-        silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))
-        x = lowerings[aten.mul.Tensor](convert(silu, x.get_dtype()), up)
-    return lower_quantize(lower_hadamard(x, factors), scale, visual, bits, code)
+    return lower_quantize(lower_hadamard(x if up is None else gate_in_front(x, up), factors), scale, visual, bits, code)
+
+
+@register_lowering(mmqc_ops.hadamard_quantize_kept.default, type_promotion_kind=None)
+def lower_hadamard_quantize_kept(
+    x: TensorBox,
+    up: TensorBox | None,
+    factors: list[TensorBox],
+    kept: TensorBox,
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
+    code: torch.dtype | None = None,
+) -> tuple[TensorBox, TensorBox]:
+    """The same, and some channels of the transform."""
+    if takes_transform(x, up, bits, kind := checked_code(x, bits, code)):
+        if rows_on_cuda().is_called(x):
+            called: Any = call_kernel(mmqc_ops.hadamard_quantize_kept.default, x, up, factors, kept, scale, visual, bits, code)
+            return called
+        found = rows_on_cuda().transform_kept(x, up, kept, scale, visual, bits, kind)
+        if found is not None:
+            return found
+    y = lower_hadamard(x if up is None else gate_in_front(x, up), factors)
+    channels = [*[None] * (len(y.get_size()) - 1), kept]
+    return lower_quantize(y, scale, visual, bits, code), lowerings[aten.index.Tensor](y, channels)
+
+
+def gate_in_front(x: TensorBox, up: TensorBox) -> TensorBox:
+    """silu(x) * up."""
+    wide = convert(x, torch.promote_types(x.get_dtype(), torch.float32))
+    silu = lowerings[aten.mul.Tensor](wide, lowerings[aten.sigmoid.default](wide))
+    return lowerings[aten.mul.Tensor](convert(silu, x.get_dtype()), up)

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mmqc.kernels.hadamard.hadamard_plan import all_known
 
-PLACE = {"hadamard": 1, "hadamard_quantize": 2, "hadamard_quantize_per_token": 2}  # of the factors among the operands
+# Of the factors among the operands.
+PLACE = {"hadamard": 1, "hadamard_quantize": 2, "hadamard_quantize_kept": 2, "hadamard_quantize_per_token": 2}
 
 
 def known_transforms(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:

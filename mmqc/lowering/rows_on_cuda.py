@@ -5,6 +5,7 @@
     quantize              quantize
     per_token             quantize_per_token
     transform             hadamard, hadamard_quantize
+    transform_kept        hadamard_quantize_kept
     transform_per_token   hadamard_quantize_per_token
     basis                 basis_quantize_per_token
 
@@ -26,7 +27,7 @@ from mmqc.kernels.hadamard import basis_quantize_per_token as basis_kernel
 from mmqc.kernels.hadamard import hadamard_plan, hadamard_wgmma, transform_by_rows
 from mmqc.kernels.hadamard import hadamard_quantize as hadamard_kernel
 from mmqc.kernels.hadamard import hadamard_quantize_per_token as hadamard_per_token_kernel
-from mmqc.kernels.hadamard.hadamard_tiles import Written
+from mmqc.kernels.hadamard.hadamard_tiles import Kept, Written
 from mmqc.kernels.rows import norm_quantize as norm_kernel
 from mmqc.kernels.rows import norm_quantize_per_token as norm_per_token_kernel
 from mmqc.kernels.rows import quantize as quantize_kernel
@@ -228,6 +229,27 @@ def transform(
     return rows.shaped(plan.out)[0]
 
 
+def transform_kept(
+    x: TensorBox,
+    up: TensorBox | None,
+    kept: TensorBox,
+    scale: TensorBox,
+    visual: TensorBox | None,
+    bits: int,
+    code: torch.dtype,
+) -> tuple[TensorBox, TensorBox] | None:
+    """Its codes, for which ``takes_transform``, and the channels that are kept."""
+    rows = Rows(x, TURNS)
+    scales = row_scale(scale, visual, rows.size[:-1])
+    gate, channels = rows.like_x(up), _operand(kept)
+    plan = hadamard_kernel.plan_kept(rows.x, gate, matrices, channels, scales, bits, code, rows.new, by_warpgroups=False)
+    if isinstance(plan, Refusal):
+        return None
+    q, some = plan.out
+    _emit_transform(rows, gate, plan, Written(q, scales, bits=bits, kept=Kept(channels, some)))
+    return rows.shaped(q, some)
+
+
 def transform_per_token(x: TensorBox, up: TensorBox | None, bits: int) -> Boxes:
     """Q, s and o of the transform, for which ``takes_transform``."""
     rows = Rows(x, TURNS)
@@ -249,12 +271,16 @@ def _emit_transform(rows: Rows, gate: Any, plan: Plan[Any], written: Written) ->
         rows.emit(plan, no_more_than(count, few))
     static = written.rows
     kind = None if static is None else static.kind
-    y, codes = [box_of(written.y)], [box_of(written.scale), box_of(written.offset)]
-    site = transform_by_rows.Site(x.shape[1], x.dtype, gate is not None, written.y.dtype, written.bits, kind, codes[0] is not None)
+    y, codes, kept = [box_of(written.y)], [box_of(written.scale), box_of(written.offset)], written.kept
+    some = [] if kept is None else [box_of(kept.channels), box_of(kept.y)]
+    site = transform_by_rows.Site(
+        x.shape[1], x.dtype, gate is not None, written.y.dtype, written.bits, kind, codes[0] is not None,
+        0 if kept is None else kept.channels.shape[0],
+    )  # fmt: skip
     mask = static.rows if static is not None and kind == VISUAL.value else None
     scales = [box_of(None if static is None else static.scale), box_of(mask)]
-    args = (tuple(site), x.box, box_of(gate), *y, *scales, *codes)
-    filled = [box for box in (*y, *codes) if box is not None]
+    args = (tuple(site), x.box, box_of(gate), *y, *scales, *codes, *some)
+    filled = [box for box in (*y, *codes, *some[1:]) if box is not None]
     once = f"mmqc_transform_by_rows.expect({x.device.index or 0}, {tuple(site)})"
     call(transform_by_rows.transform, args, filled, more_than(count, few), once)
 

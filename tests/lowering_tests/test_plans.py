@@ -308,23 +308,29 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
                     compare_kernels(case, expected(once), found)
 
 
-def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool) -> Case:
-    """A transform into numbers, codes by a static scale, or codes by token."""
+def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool, kept: bool) -> Case:
+    """A transform into numbers, codes by a static scale, with channels that are kept or without, or codes by token."""
 
     def operands(new: Made, m: Any) -> list[Any]:
         scale, mask = new((2 if visual else 1,), FLOAT), new((m,), torch.bool) if visual else None
-        return [new((m, n), BF16), new((m, n), BF16) if gated else None, *((scale, mask) if static else (None, None))]
+        x, up, channels = new((m, n), BF16), new((m, n), BF16) if gated else None, new((8,), torch.int64)
+        return [x, up, *((scale, mask) if static else (None, None)), channels]
 
-    def eager(x: Any, up: Any, scale: Any, mask: Any) -> None:
+    def eager(x: Any, up: Any, scale: Any, mask: Any, channels: Any) -> None:
         if by_token:
             hadamard_quantize_per_token.plan(x, up, hadamard_plan.hadamard_plan, 4).run()
             return
         scales = row_scale(scale, len(x), mask) if static else None
+        if kept:
+            hadamard_quantize.plan_kept(x, up, hadamard_plan.hadamard_plan, channels, scales).run()
+            return
         hadamard_quantize.plan(x, up, hadamard_plan.hadamard_plan, scales, 8, INT8 if static else None).run()
 
-    def in_graph(x: Any, up: Any, scale: Any, mask: Any) -> None:
+    def in_graph(x: Any, up: Any, scale: Any, mask: Any, channels: Any) -> None:
         if by_token:
             lowered_rows.transform_per_token(x, up, 4)
+        elif kept:
+            lowered_rows.transform_kept(x, up, channels, scale, mask, 8, INT8)
         else:
             lowered_rows.transform(x, up, scale, mask, 8, INT8 if static else None)
 
@@ -332,13 +338,15 @@ def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool) 
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("into", ["numbers", "codes", "codes by modality", "codes by token"])
+@pytest.mark.parametrize("into", ["numbers", "codes", "codes by modality", "codes by token", "codes, channels kept"])
 def test_plans__a_transform_of_any_number_of_wide_rows_calls_for_many(
     into: str, gated: bool, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lowered_rows, "matrices", lambda n, device, dtype: hadamard_plan.hadamard_plan(n, device, dtype))
     for n in (18944, 14336, 5120):
-        case = transforms(n, gated, into.startswith("codes") and into != "codes by token", "modality" in into, "token" in into)
+        case = transforms(
+            n, gated, into.startswith("codes") and into != "codes by token", "modality" in into, "token" in into, "kept" in into
+        )
         graph = case.run(found, ROWS, True)
         calls = [told for planned, told in graph if planned == CALLS_ABOVE]
         assert [launch[0] for planned, launch in graph if planned == lowered_rows.TURNS] == ["hadamard_quantize_kernel"]

@@ -82,7 +82,10 @@ def transforms(op: str, rows: int, sizes: list[int], dtype: torch.dtype, gated: 
     factors = [empty(size, size, dtype=FP32) for size in sizes]
     if op == "hadamard":
         return x, factors
-    return x, up, factors, *((4,) if op.endswith("token") else (empty(1, dtype=FP32), None, 8, FP8 if gated else None))
+    static = (empty(1, dtype=FP32), None, 8, FP8 if gated else None)
+    if op.endswith("kept"):
+        return x, up, factors, empty(8, dtype=torch.int64), *static
+    return x, up, factors, *((4,) if op.endswith("token") else static)
 
 
 def cases() -> Iterator[Case]:
@@ -98,7 +101,12 @@ def cases() -> Iterator[Case]:
                 yield Case(op, (rows, some, dtype, full), functools.partial(make, rows, some, dtype, full))
         for width, dtype in ((64, BF16), (3584, BF16), (18944, BF16), (8960, BF16), (64, FP32)):
             sizes = [len(factor) for factor in hadamard_factors(width)]
-            for op in ("hadamard_quantize", "hadamard_quantize_per_token", *(() if full else ("hadamard",))):
+            for op in (
+                "hadamard_quantize",
+                "hadamard_quantize_kept",
+                "hadamard_quantize_per_token",
+                *(() if full else ("hadamard",)),
+            ):
                 yield Case(op, (rows, width, dtype, full), functools.partial(transforms, op, rows, sizes, dtype, full))
         for some, dtype in (([112, 16], BF16), ([1], FP32), ([320], BF16), ([64], FP64)) if full else ():
             yield Case("basis_quantize_per_token", (rows, some, dtype), functools.partial(bases, rows, some, dtype))

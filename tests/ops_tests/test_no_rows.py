@@ -59,6 +59,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "hadamard": lambda: (x(), factors()),
     "hadamard_quantize": lambda: (x(), x(), factors(), torch.ones(2), MASK, 8),
+    "hadamard_quantize_kept": lambda: (x(), x(), factors(), torch.arange(2), torch.ones(2), MASK, 8),
     "hadamard_quantize_per_token": lambda: (x(), None, factors(), 8),
     "materialize": lambda: (x(),),
     "mixed_matmul": lambda: (

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.hadamard.hadamard_plan import Tiling
-from mmqc.kernels.hadamard.hadamard_tiles import FLOAT, store_tile
+from mmqc.kernels.hadamard.hadamard_tiles import FLOAT, kept_channels, store_kept, store_tile
 from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import ceil_div, multiprocessors
 from mmqc.kernels.shared.early_start import await_inputs
@@ -29,9 +29,9 @@ WAVES = 4  # programs a multiprocessor, at most
 
 @triton.jit
 def hadamard_slices_kernel(
-    x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, scale_ptr, row_ptr, M, n, a, b, stride_x, stride_up,
+    x_ptr, up_ptr, outer_ptr, inner_ptr, y_ptr, channel_ptr, kept_ptr, scale_ptr, row_ptr, M, n, a, b, stride_x, stride_up,
     SCALE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, B: tl.constexpr, COLUMNS: tl.constexpr,
-    GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    KEPT: tl.constexpr, GATED: tl.constexpr, MODE: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FP8: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Row, slice of A and slice of B are the three axes of the grid."""
@@ -51,6 +51,9 @@ def hadamard_slices_kernel(
         x = input_tile(x_ptr, up_ptr, wide * stride_x + inside, wide * stride_up + inside, mask, GATED, PTX)
         outer = tl.load(outer_ptr + i[:, None] * WIDTH + k[None, :])
         acc = tl.dot(outer, x, acc, input_precision="ieee")
+    r, part, chosen_t = kept_channels(channel_ptr, inner_ptr, column, b, B, KEPT)
+    first = (i < a) & (tl.program_id(2) == 0)  # all programs of a slice of A have the same rows of A X
+    store_kept(acc.to(inner_t.dtype), chosen_t, i, first, r, part, kept_ptr, wide + tl.zeros((SLICE,), tl.int64), SCALE, KEPT)
     y = tl.dot(acc.to(inner_t.dtype), inner_t, input_precision="ieee")
     factor = tl.full((SLICE,), SCALE, tl.float32)
     if MODE != FLOAT:

@@ -18,19 +18,32 @@ from torch import Tensor
 from mmqc.kernels.shared.quantize_codes import NEAR, byte_of, clamped_byte, divide_tile, round_tile
 from mmqc.kernels.shared.row_scale import ROW, RowScale
 
+LEAST_KEPT = tl.constexpr(16)
+MOST_KEPT = 32
 FLOAT = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 ASYMMETRIC = tl.constexpr(2)
 
 
+class Kept(NamedTuple):
+    """Channels [r] of y, and memory [M, r] in x's dtype for them."""
+
+    channels: Tensor
+    y: Tensor
+
+
 class Written(NamedTuple):
-    """What a transform fills: y in x's dtype, or its codes by the scales ``rows``, or by scales and offsets that it fills too."""
+    """What a transform fills: y in x's dtype, or its codes by the scales ``rows``, or by scales and offsets that it fills too.
+
+    Beside static codes some channels of y may be ``kept``, by the kernels for which this says so.
+    """
 
     y: Tensor
     rows: RowScale | None = None
     scale: Tensor | None = None
     offset: Tensor | None = None
     bits: int = 8
+    kept: Kept | None = None
 
     def scale_args(self, unused: Tensor) -> dict[str, Any]:
         """Of a kernel that reads the scales ``rows``; ``unused`` stands where there are none."""
@@ -43,6 +56,11 @@ class Written(NamedTuple):
         return dict(
             token_ptr=unused if self.scale is None else self.scale, offset_ptr=unused if self.offset is None else self.offset
         )
+
+    def kept_args(self, unused: Tensor) -> dict[str, Any]:
+        """Of a kernel that keeps channels."""
+        kept = self.kept or Kept(unused, unused)
+        return dict(channel_ptr=kept.channels, kept_ptr=kept.y)
 
     def constants(self) -> dict[str, Any]:
         """Of every kernel."""
@@ -63,6 +81,23 @@ def store_tile(acc, k, y_ptr, at, mask, MODE: tl.constexpr, LOW: tl.constexpr, H
     else:
         near = tl.fma(acc, k + tl.zeros_like(acc), tl.full(acc.shape, NEAR, tl.float32))
         tl.store(y_ptr + at, clamped_byte(near, LOW, HIGH), mask=mask)
+
+
+@triton.jit
+def kept_channels(channel_ptr, inner_ptr, column, b, B: tl.constexpr, KEPT: tl.constexpr):
+    """(r, parts [r], columns of Bᵀ [B, r]) of the KEPT channels, and of others up to as many as tensor cores take."""
+    r = tl.arange(0, LEAST_KEPT if KEPT <= LEAST_KEPT else 2 * LEAST_KEPT)
+    channel = tl.load(channel_ptr + r, mask=r < KEPT, other=0).to(tl.int32)
+    return r, channel // b, tl.load(inner_ptr + (channel % b)[None, :] * B + column[:, None])
+
+
+@triton.jit
+def store_kept(t, chosen_t, i, mask, r, part, kept_ptr, row, SCALE: tl.constexpr, KEPT: tl.constexpr):
+    """Of t = A X [S, B], whose rows are parts i of rows ``row`` of x, the channels that are kept, if any are."""
+    if KEPT > 0:
+        some = tl.dot(t, chosen_t, input_precision="ieee")
+        here = mask[:, None] & (i[:, None] == part[None, :]) & (r < KEPT)[None, :]
+        tl.store(kept_ptr + (row * KEPT)[:, None] + r[None, :], (some * SCALE).to(kept_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels.hadamard import hadamard_plan, hadamard_quantize, hadamard_wgmma
-from mmqc.kernels.hadamard.hadamard_tiles import Written
+from mmqc.kernels.hadamard.hadamard_tiles import Kept, Written
 from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
 from mmqc.kernels.shared.launch import Launch, Shape
@@ -36,6 +36,7 @@ class Site(NamedTuple):
         bits: of the codes.
         kind: of the static scale (row_scale.py), or None.
         by_token: whether scales and offsets are found.
+        kept: channels that are written beside codes, or 0.
     """
 
     n: int
@@ -45,24 +46,26 @@ class Site(NamedTuple):
     bits: int
     kind: int | None
     by_token: bool
+    kept: int = 0
 
 
 def transform(
     site: tuple[Any, ...], x: Tensor, up: Tensor | None, y: Tensor, static: Tensor | None, visual: Tensor | None,
-    scale: Tensor | None, offset: Tensor | None,
+    scale: Tensor | None, offset: Tensor | None, channels: Tensor | None = None, some: Tensor | None = None,
 ) -> None:
-    """Fill y [M, n], and scale and offset [M, 1] where there are such, of x and up [M, n]; ``site``: of a ``Site``."""
+    """Fill y [M, n], and where there are such scale and offset [M, 1] and some channels [M, r]; ``site``: of a ``Site``."""
     known, n = Site(*site), x.shape[1]
     wide, whole = hadamard_wgmma.matrices(n, x.device, x.dtype), hadamard_plan.hadamard_plan(n, x.device, x.dtype)
 
     def choose(new: Any, work: Workspace) -> Iterable[Launch]:
         m = x.shape[0]
         rows = None if static is None else row_scale(static, m, visual)
-        written = Written(y, rows, scale, offset, known.bits)
+        kept = None if channels is None or some is None else Kept(channels, some)
+        written = Written(y, rows, scale, offset, known.bits, kept)
         memory = lambda width, dtype: new((m, width), dtype, x.device)  # noqa: E731
         return hadamard_quantize.launches(x, up, written, whole, memory, by_warpgroups=True)
 
-    given = (x, up, y, static, visual, scale, offset, wide.outer, wide.inner, whole.outer, whole.inner)
+    given = (x, up, y, static, visual, scale, offset, channels, some, wide.outer, wide.inner, whole.outer, whole.inner)
     repeat((known, x.shape[0]), [t for t in given if t is not None], choose)
 
 
@@ -88,7 +91,8 @@ def kernels_of(device: torch.device, site: Site) -> Iterator[Launch]:
         by_row: Any = visual if site.kind == VISUAL.value else static
         rows: Any = None if site.kind is None else RowScale(site.kind, static, by_row)  # type: ignore[arg-type]
         found: Any = (scale, offset) if site.by_token else (None, None)
-        written = Written(y, rows, *found, site.bits)  # type: ignore[arg-type]
+        some = Kept(Shape((site.kept,), torch.int64, device), Shape((m, site.kept), site.dtype, device))  # type: ignore[arg-type]
+        written = Written(y, rows, *found, site.bits, some if site.kept else None)  # type: ignore[arg-type]
         memory = lambda width, dtype, m=m: Shape((m, width), dtype, device)  # noqa: E731
         given: Any = x
         yield from hadamard_quantize.launches(given, given if site.gated else None, written, whole, memory, by_warpgroups=True)

@@ -129,3 +129,19 @@ def test_rows_launch__fits_the_shared_memory_of_every_device(architecture, n, ga
             offline.shared_memory(architecture, "test_hadamard_quantize", architecture, n, gated)
             <= device_facts.SHARED[architecture]
         )
+
+
+@pytest.mark.parametrize("count", [1, 8, 17])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(5, 64), (3, 1280), (7, 192), (70, 27), (2, 5120), (1, 18944), (2, 4304)])
+def test_hadamard_quantize__beside_channels_that_are_kept(shape, gated, count, device):
+    """Those are the transform's, and the codes are what they are without."""
+    m, n = shape
+    x, up = (torch.randn(m, 2 * n, device=device).half()[:, n:] for _ in range(2))
+    kept, scale = torch.randint(0, n, (count,), device=device), torch.tensor([0.03], device=device)
+    kept[-1] = n - 1
+    up = up if gated else None
+    q, some = kernel.plan_kept(x, up, plans.hadamard_plan, kept, row_scale(scale, m), new=poisoned(x)).run()
+    assert torch.equal(q, hadamard_quantize(x, scale, up))
+    y = hadamard_quantize(x, up=up)
+    assert_close(some, y[:, kept].double(), torch.float16)

@@ -50,6 +50,15 @@ def test_hadamard_slices__static_scales(kind, device):
     assert (off > 0).float().mean() < (2e-3 if x.dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hadamard_slices__beside_channels_that_are_kept(shape, device):
+    x, (m, n) = torch.randn(shape, device=device).half(), shape
+    kept, scale = torch.randint(0, n, (8,), device=device), torch.tensor([0.03], device=device)
+    q, some = kernel.plan_kept(x, None, plans.hadamard_plan, kept, row_scale(scale, m), new=poisoned(x)).run()
+    assert torch.equal(q, hadamard_quantize(x, scale))
+    assert_close(some, transform(x.double())[:, kept], x.dtype)
+
+
 def test_hadamard_slices__behind_a_gated_mlp(device):
     gate, up = torch.randn(2, 2 * 5120, device=device).half().chunk(2, 1)
     y = hadamard_quantize(gate, up=up)
