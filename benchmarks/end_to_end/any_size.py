@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch._dynamo.utils import counters
 import mmqc
 from benchmarks.end_to_end import side_by_side
 from benchmarks.end_to_end.cold_start import CONFIGS, prompt, small_model
-from benchmarks.end_to_end.host_cost import GRIDS, Calls, step, summary
+from benchmarks.end_to_end.host_cost import GRIDS, Calls, Kernels, step, summary
 from benchmarks.rewrites import batch_of, model_of
 
 Grid = tuple[int, int]
@@ -29,6 +30,7 @@ WARM: list[Grid] = [(30, 30), (60, 60), (40, 80), (44, 30)]
 EACH: Grid = (32, 32)  # of the prompts of a batch
 FEW, MANY = 72, 200  # new tokens of two calls, of which the difference is the steps between them
 UNSEEN = 8
+PRODUCTS = re.compile("(scaled|gated|packed)_(matmul|matmul_descriptor|pingpong|scaled|gated)_kernel")  # of codes, not the head's
 
 
 class Way:
@@ -103,13 +105,24 @@ class Way:
         more = {"graphs": counters["stats"]["unique_graphs"] - graphs, "kernels": self.compiled - kernels}
         return {"unseen sizes: seconds of the first call, and then": sizes, "compiled for unseen sizes": more}
 
+    def products(self, grid: Grid, inputs: dict[str, torch.Tensor], found: Kernels) -> dict[str, float]:
+        """Operations of all linears but the head, in 10^12, and of those that are multiplied as codes the device's time."""
+        patches, tokens, operations = grid[0] * grid[1], inputs["input_ids"].shape[1], 0
+        for name, linear in self.calls.model.named_modules():
+            if hasattr(linear, "in_features") and not name.endswith("lm_head"):
+                rows = tokens if ".language_model." in name else patches // 4 if ".merger." in name else patches
+                operations += 2 * rows * linear.in_features * linear.out_features
+        spent = sum(us for kernel, (us, _) in found.items() if PRODUCTS.fullmatch(kernel))
+        return {"tera_operations": operations / 1e12, "device_ms": spent / 1e3}
+
     def measure(self, seed: int) -> Iterator[dict[str, Any]]:
         """Everything else; the device is this process's own."""
         yield self.unseen(seed)
         for name, grid in GRIDS.items():
             inputs = self.prompt(grid)
             clock = 1e3 * self.best(inputs, times=6)
-            yield {f"first token, {name}": {"clock_ms": clock, **summary(self.calls.kernels(inputs))}}
+            found = self.calls.kernels(inputs)
+            yield {f"first token, {name}": {"clock_ms": clock, **summary(found), "products": self.products(grid, inputs, found)}}
         for n, inputs in self.rows.items():
             yield {f"batch of {n}": {"tokens_per_second": n / self.step(inputs), "first_token_s": self.best(inputs)}}
         if self.rows:

@@ -41,8 +41,11 @@ def prompts(figures: dict[str, Any]) -> list[str]:
     for way, found in figures.items():
         for name in (n for n in found if n.startswith("first token")):
             clock, device = found[name]["clock_ms"], found[name]["device_ms"]
-            rows.append([way, name.removeprefix("first token, "), f"{clock:.1f}", f"{device:.1f}", f"{clock / device:.2f}"])
-    lines = table(("way", "image", "first token, ms", "on the device, ms", "ratio"), rows)
+            of = found[name].get("products", {"device_ms": 0.0})
+            rate = f"{1e3 * of['tera_operations'] / of['device_ms']:,.0f}" if of["device_ms"] else "–"
+            image = name.removeprefix("first token, ")
+            rows.append([way, image, f"{clock:.1f}", f"{device:.1f}", f"{clock / device:.2f}", rate])
+    lines = table(("way", "image", "first token, ms", "on the device, ms", "ratio", "TOP/s of products"), rows)
     for way, found in figures.items():
         first, then = max(found[SIZES].values())
         size = max(found[SIZES], key=lambda grid: found[SIZES][grid][0])

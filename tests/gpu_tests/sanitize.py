@@ -126,6 +126,15 @@ EPILOGUES = {  # name: (bits, gated, activation, form of the next scale, or none
     "gated_matmul": (4, True, "silu", "none", (70, 101, 256), Tile(128, 128, 64, 4, 4, variant="columns")),
     "gated_matmul, split K": (4, True, "silu", "one", (5, 101, 1536), Tile(8, 64, 128, 4, 4, 8, 3, variant="columns")),
     "gated_matmul, nested": (8, True, "gelu_tanh", "visual", (130, MANY, 208), Tile(64, 128, 64, 4, 3, variant="nested")),
+    "gated_matmul, pingpong": (8, True, "silu", "visual", (130, 6000, 208), Tile(64, 256, 128, 4, 4, variant="pingpong")),
+    "gated_matmul, pingpong, cut": (
+        8,
+        True,
+        "silu",
+        "one",
+        (130, 272, 3600),
+        Tile(128, 128, 128, 4, 8, split_k=4, variant="pingpong"),
+    ),
 }
 NORM = {  # name: (shape, form of the scale; gain, bias and residual)
     "norm_quantize": ((5, 3420), "one", False),

@@ -11,7 +11,7 @@ from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.matmul.mixed_matmul import Weight, mixed_matmul
 from mmqc.kernels.matmul.scaled_matmul import scaled_matmul
-from mmqc.kernels.matmul.scaled_matmul_epilogue import are_in_two, scaled_matmul_epilogue
+from mmqc.kernels.matmul.scaled_matmul_epilogue import are_pingpong, scaled_matmul_epilogue
 from mmqc.kernels.rows import quantize_per_token
 from mmqc.kernels.shared.device_facts import has_warpgroup_products
 from mmqc.kernels.shared.row_scale import row_scale
@@ -112,21 +112,49 @@ def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
     assert float((off > 0).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", [None, "two, cut", "two of half", "one", "one tall"])
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh"])
-def test_plan_in_two__equals_the_kernel_of_both(activation, codes, bits) -> None:
+def test_gated__equals_the_other_kernel(activation, codes, name) -> None:
     m, n, k = 900, 1040, 672
-    x, gate, w_scale, _ = operands(m, n, k, least=-8 if bits == 4 else -128)
-    up, u_scale = operands(m, n, k, least=-8 if bits == 4 else -128)[1:3]
+    x, gate, w_scale, bias = operands(m, n, k)
+    up, u_scale = operands(m, n, k)[1:3]
     rows, found = row_scale(torch.rand(m, device="cuda"), m), []
-    after = Epilogue(activation, torch.bfloat16, row_scale(torch.tensor([0.02], device="cuda"), m) if codes else None)
-    weights = [pack_int4(w) if bits == 4 else w for w in (gate, up)]
-    for stored, config in ((weights, None), ([gate, up], CLASSIC)):
-        y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
-        linears = [Linear(w, s / 2e4, None, y) for w, s in zip(stored, (w_scale, u_scale), strict=True)]
-        assert are_in_two(x, linears) == (linears[0].w.dtype == torch.int8)  # without a tile that is given
+    next_scale, visual = torch.tensor([0.02, 0.03], device="cuda"), torch.rand(m, device="cuda") < 0.5
+    after = Epilogue(activation, torch.bfloat16, row_scale(next_scale, m, visual) if codes else None)
+    for config in (None if name is None else TILES[name], CLASSIC):
+        y = torch.full((m, n), 77, dtype=torch.int8, device="cuda") if codes else nan(m, n, torch.bfloat16)
+        linears = [Linear(w, s / 2e4, bias, y) for w, s in ((gate, w_scale), (up, u_scale))]
+        assert are_pingpong(x, linears)  # without a tile that is given
         scaled_matmul_epilogue(x, linears, rows, after, config)
+        found.append(y.float())
+    off = (found[0] - found[1]).abs()
+    assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie
+    assert float((off > 0).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(513, 16, 16), (1999, 1296, 4112), (2050, 18944, 384)])
+def test_gated__odd_sizes_against_the_linears_and_the_gate_in_float64(m, n, k) -> None:
+    x, gate, w_scale, bias = operands(m, n, k)
+    up, u_scale, b_up = operands(m, n, k)[1:]
+    y, rows = nan(m, n, torch.bfloat16), row_scale(torch.full((1,), 0.5, device="cuda"), m)
+    linears = [Linear(w, s / (60 * k), b, y) for w, s, b in ((gate, w_scale, bias), (up, u_scale, b_up))]
+    scaled_matmul_epilogue(x, linears, rows, Epilogue("silu", torch.bfloat16))
+    g, u = ((0.5 * (x.double() @ v.w.double().t()) * v.scale.double() + v.bias.double()).bfloat16() for v in linears)
+    assert_close(y, torch.nn.functional.silu(g) * u, torch.bfloat16)
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_gated__of_packed_weights_two_products_and_a_pass_equal_it(codes) -> None:
+    m, n, k = 900, 1040, 672
+    x, gate, w_scale, _ = operands(m, n, k, least=-8)
+    up, u_scale = operands(m, n, k, least=-8)[1:3]
+    rows, found = row_scale(torch.rand(m, device="cuda"), m), []
+    after = Epilogue("silu", torch.bfloat16, row_scale(torch.tensor([0.02], device="cuda"), m) if codes else None)
+    for weights in ([gate, up], [pack_int4(gate), pack_int4(up)]):
+        y = torch.full((m, n), 77, dtype=torch.int8 if codes else torch.bfloat16, device="cuda")
+        linears = [Linear(w, s / 2e4, None, y) for w, s in zip(weights, (w_scale, u_scale), strict=True)]
+        scaled_matmul_epilogue(x, linears, rows, after)
         found.append(y.float())
     off = (found[0] - found[1]).abs()
     assert float(off.max()) <= (1 if codes else 0.02 * float(found[1].abs().max()))  # a rounding at a tie

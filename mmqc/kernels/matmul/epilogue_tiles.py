@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mmqc.kernels.shared.activation_tiles import CODES, GATED
-from mmqc.kernels.shared.quantize_codes import quantize_tile
+from mmqc.kernels.shared.activation_tiles import CODES
+from mmqc.kernels.shared.quantize_codes import quantize_tile, round_tile
 from mmqc.kernels.shared.row_scale import ONE, RowScale, row_scale_tile
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -29,7 +29,6 @@ class Epilogue(NamedTuple):
         next: the scales of the codes, if it ends in codes.
         bits: of the codes.
         low: x_S [M, r] and W_S [N, r], contiguous, of a term that is added to z; of one linear only.
-        gate: z_0 [M, N] of a linear before this one, whose f multiplies this one's z.
     """
 
     activation: str = "none"
@@ -37,7 +36,6 @@ class Epilogue(NamedTuple):
     next: RowScale | None = None
     bits: int = 8
     low: tuple[Any, Any] | None = None
-    gate: Any | None = None
 
     def args(self, absent: Any) -> dict[str, Any]:
         """The kernels' operands; ``absent`` stands for those that are not read."""
@@ -53,15 +51,8 @@ class Epilogue(NamedTuple):
         """The kernels' constants."""
         high = 2.0 ** (self.bits - 1)
         kind = ONE.value if self.next is None else self.next.kind
-        f = CODES[self.activation] + (0 if self.gate is None else GATED.value)
-        return {"ACTIVATION": f, "NEXT": self.next is not None, "NEXT_KIND": kind,
+        return {"ACTIVATION": CODES[self.activation], "NEXT": self.next is not None, "NEXT_KIND": kind,
                 "ROUND": TYPES[self.dtype], "LOW": -high, "HIGH": high - 1}
-
-
-@triton.jit
-def round_tile(x, DTYPE: tl.constexpr):
-    """A float32 tile as numbers of DTYPE, in float32."""
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -76,8 +67,9 @@ def add_low_rank_tile(z, x_ptr, w_ptr, rows, row_mask, cols, col_mask, RANK: tl.
 
 @triton.jit
 def next_codes_tile(
-    h, scale_ptr, row_ptr, rows, row_mask, KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr
+    h, scale_ptr, row_ptr, rows, row_mask, KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """H [BM, BN] as the next linear's int8 codes."""
     s = row_scale_tile(scale_ptr, row_ptr, rows, row_mask, KIND)  # [BM]
-    return quantize_tile(round_tile(h, ROUND), s[:, None], LOW, HIGH, False)
+    return quantize_tile(round_tile(h, ROUND, PTX), s[:, None], LOW, HIGH, False)

@@ -8,13 +8,14 @@ The sums of both are in registers, so BLOCK_N is half of what one linear's tile 
 import triton
 import triton.language as tl
 
-from mmqc.kernels.matmul.epilogue_tiles import next_codes_tile, round_tile
+from mmqc.kernels.matmul.epilogue_tiles import next_codes_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import multiply_add_tile, scale_tile
 from mmqc.kernels.shared.activation_tiles import activation_tile
 from mmqc.kernels.shared.early_start import await_inputs, prefetch_lines
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile
+from mmqc.kernels.shared.quantize_codes import round_tile
 from mmqc.kernels.shared.row_scale import row_scale_tile
 from mmqc.kernels.shared.split_k import add_parts, store_part
 
@@ -25,9 +26,9 @@ def finish_gated_tile(
     ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr,
 ):
     """Both z [BM, BN] -> y, float32 or codes."""
-    y = round_tile(activation_tile(round_tile(g, ROUND), ACTIVATION, PTX), ROUND) * round_tile(u, ROUND)
+    y = round_tile(activation_tile(round_tile(g, ROUND, PTX), ACTIVATION, PTX), ROUND, PTX) * round_tile(u, ROUND, PTX)
     if NEXT:
-        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH, PTX)
     return y
 
 

@@ -30,8 +30,8 @@ class Product(NamedTuple):
     """One launch of a matmul kernel.
 
     Attributes:
-        kernel: "pointers", "descriptors" (TMA, a persistent grid), "pingpong", "registers" or "gated" (Gluon's), "torch" (its own
-            product), or "pass" (what follows gate and up, behind their products).
+        kernel: "pointers", "descriptors" (TMA, a persistent grid), "pingpong", "registers", or of gate and up "gated" or
+            "gated pingpong" (Gluon's), "torch" (its own product), or "pass" (what follows gate and up, behind their products).
         tile: how the kernel is run.
         linears: which of the op's it multiplies.
         written_out: whether their packed weights are written out first, and that is what it multiplies.
@@ -47,7 +47,7 @@ class Product(NamedTuple):
     @property
     def is_gluon(self) -> bool:
         """Whether the kernel is Gluon's, which a call of the op launches and generated code cannot."""
-        return self.kernel in ("pingpong", "registers", "gated")
+        return self.kernel in ("pingpong", "registers", "gated", "gated pingpong")
 
 
 class Caller(NamedTuple):

@@ -193,7 +193,7 @@ def pointer_launch(
 ) -> Launch:
     """One launch for all linears, operands read by pointers."""
     (m, k), w = x.shape, linears[0].w
-    stored, gate = w.shape[1], epilogue.gate
+    stored = w.shape[1]
     packed, integer = w.dtype == torch.uint8, x.dtype == torch.int8
     (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2), _ = zip(*three(linears), strict=True)
     b0, b1, b2 = (s if b is None else b for s, b in zip((s0, s1, s2), biases, strict=True))
@@ -203,14 +203,13 @@ def pointer_launch(
     args = dict(
         x_ptr=x, w_ptr=w0, w1_ptr=w1, w2_ptr=w2, y_ptr=y0, y1_ptr=y1, y2_ptr=y2, x_scale_ptr=rows.scale, row_ptr=rows.rows,
         w_scale_ptr=s0, w_scale1_ptr=s1, w_scale2_ptr=s2, bias_ptr=b0, bias1_ptr=b1, bias2_ptr=b2,
-        gate_ptr=y0 if gate is None else gate, part_ptr=parts, counter_ptr=counters, **epilogue.args(s0), **low,
+        part_ptr=parts, counter_ptr=counters, **epilogue.args(s0), **low,
         M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], K=k, STORED=stored, stride_x=x.stride(0), stride_w=w.stride(0),
         stride_y=y0.stride(0), stride_y1=y1.stride(0), stride_y2=y2.stride(0),
-        stride_r=0 if gate is None else gate.stride(0),
     )
     lines = early_lines(x.device, c.block_m)
     constants = dict(
-        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_GATE=gate is not None,
+        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None,
         FACTOR=(1 / 16 if integer else 512.0) if packed else 1.0, PACKED=packed, COLUMNS=c.variant == "columns",
         EVEN_K=stored % c.block_k == 0 and not (packed and k % 2), PTX=has_inline_ptx(x.device),
         ACC=tl.int32 if integer else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k,
@@ -225,17 +224,15 @@ def descriptor_launch(
 ) -> Launch:
     """One linear in a persistent grid, operands read by TMA."""
     w, w_scale, bias, y, _ = linear
-    (m, k), n, gate = x.shape, w.shape[0], epilogue.gate
+    (m, k), n = x.shape, w.shape[0]
     low, rank = epilogue.of_one(w_scale)
     programs = c.per_sm * multiprocessors(x.device)  # of few tiles some have none: the kernel is one for any number of rows
     args = dict(
         x_desc=x, w_desc=w, w_tail_desc=w, y_ptr=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
-        bias_ptr=w_scale if bias is None else bias, gate_ptr=y if gate is None else gate,
-        M=m, N=n, K=k, stride_y=y.stride(0), stride_r=0 if gate is None else gate.stride(0),
-        **epilogue.args(w_scale), **low,
+        bias_ptr=w_scale if bias is None else bias, M=m, N=n, K=k, stride_y=y.stride(0), **epilogue.args(w_scale), **low,
     )
     constants = dict(
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_GATE=gate is not None,
+        KIND=rows.kind, HAS_BIAS=bias is not None,
         ACC=tl.int32 if x.dtype == torch.int8 else tl.float32, BLOCK_M=c.block_m, BLOCK_N=c.block_n, TAIL=c.tail,
         BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=programs, FLATTEN=c.variant == "descriptors",
         PTX=has_inline_ptx(x.device), **epilogue.constants(), **rank,

@@ -1,9 +1,8 @@
 """The quantized linear with an activation, a gate and the next quantization in its epilogue (ops/scaled_matmul_epilogue.py).
 
     one linear      scaled_matmul's kernels, whose epilogue goes on
-    gate and up     gated_matmul_tiles.py, or packed_gated.py: both tiles in one program;  or, of many rows on Hopper, the gate's z
-                    is written, and read in the epilogue of the other product: two tiles of half the columns move more, and hide
-                    less;  or, of weights that stay packed, both are written, and a pass follows (gated_rows.py)
+    gate and up     gated_matmul_tiles.py, or on Hopper packed_gated.py and pingpong_gated.py: both tiles in one program;  or, of
+                    many rows and weights that stay packed, both are written, and a pass follows (gated_rows.py)
 
 Shapes:  those of scaled_matmul.py, int8 x_q; y [M, N] in z's dtype, or int8
 Bytes:   y is written once: 1 byte an entry for codes, where the unfused form moves 5 (z out, z in, codes out), with a gate 9.
@@ -32,7 +31,7 @@ from mmqc.kernels.shared.early_start import early_lines
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.shared.split_k import Workspace, workspace
-from mmqc.kernels.warpgroup import packed_gated
+from mmqc.kernels.warpgroup import packed_gated, pingpong_gated, pingpong_matmul
 
 LEAST_N = 16  # of a tile
 
@@ -71,35 +70,24 @@ def plan(
     x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER, *,
     config: MatmulConfig | None = None,
 ) -> list[Product]:
-    """One product; or the gate's, and up's, which goes on where the first has ended, or a pass behind both.  z is in ``dtype``."""
+    """One product; or the gate's, up's and a pass behind both.  z is in ``dtype``."""
     if not x.shape[0] or not linears[0].w.shape[0]:
         return []
     if config is None and len(linears) == 2 and stay_packed(x, linears, caller):
         return plan_packed(x, linears, dtype, caller)
-    if config is None and len(linears) == 2 and are_in_two(x, linears, caller):
-        return plan_in_two(x, linears, dtype, caller)
+    if config is None and len(linears) == 2 and are_pingpong(x, linears, caller):
+        tile = pingpong_gated.tile(x.shape[0], linears[0].w.shape[0], linears[0].y.dtype.itemsize)
+        return [Product("gated pingpong", tile, (0, 1), linears[0].w.dtype == torch.uint8)]
     c = config or chosen(x, linears, caller)
     written_out, everyone = c.variant == "unpack" and caller.always, tuple(range(len(linears)))
     if written_out:
         linears = [scaled_matmul.as_codes(x, linear) for linear in linears]
         c = chosen(x, linears, caller)
     if c.variant in scaled_matmul.GLUON:
-        return [Product(c.variant, c, everyone, written_out)]
+        return [Product(c.variant if len(linears) == 1 else f"gated {c.variant}", c, everyone, written_out)]
     c = ANY_ROWS if c.variant == "unpack" else c if config is not None else overlapped(c)
     by_tma = all(why_not_tma(x, linear.w) is None for linear in linears)
     return [Product(*kernel_of(with_epilogue(c, len(linears)), by_tma), everyone, written_out)]
-
-
-def plan_in_two(
-    x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER, *,
-    config: MatmulConfig | None = None,
-) -> list[Product]:
-    """The gate's product, which writes z_0, and that of up, in whose epilogue f(z_0) is."""
-    gate, up = linears
-    z = Shape((x.shape[0], gate.w.shape[0]), dtype, x.device)
-    [first] = plan(x, [gate._replace(y=z)], dtype, caller, config=config)
-    [second] = plan(x, [up], dtype, caller, config=config)
-    return [first, second._replace(linears=(1,))]
 
 
 def plan_packed(x: Tensor, linears: Sequence[Linear], dtype: torch.dtype, caller: Caller = EAGER) -> list[Product]:
@@ -126,15 +114,14 @@ def chosen(x: Tensor, linears: Sequence[Linear], caller: Caller) -> MatmulConfig
     return configs.config(op, m, len(linears) * n, k, x.device)
 
 
-def are_in_two(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
-    """Whether gate and up are two products: where each takes a tile of pingpong_matmul.py, by itself or written out as codes.
-
-    Not where weights stay packed: their tiles lie across y, where threads read little of a gate at a time (505 us for 418 in two
-    products and a pass over their results; 2,048 x 18,944 x 3,584 twice, H200).
-    """
+def are_pingpong(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
+    """Whether gate and up are pingpong_gated.py's: many rows, of codes, or of weights that each by itself would be written out."""
     if x.shape[0] <= WARPGROUP_ROWS or not has_warpgroup_products(x.device) or not caller.gluon:
         return False
-    return {tile.variant for tile in _tiles(x, linears, caller)} <= {"pingpong", "unpack"}
+    if {tile.variant for tile in _tiles(x, linears, caller)} - {"pingpong"} - ({"unpack"} if caller.always else set()):
+        return False
+    as_codes = [linear if linear.w.dtype == x.dtype else scaled_matmul.as_codes(x, linear) for linear in linears]
+    return all(pingpong_matmul.why_not(x, linear.w, linears[0].y) is None for linear in as_codes)
 
 
 def stay_packed(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
@@ -164,16 +151,10 @@ def launches(
         yield from scaled_matmul.launches(x, written, rows, products[:-1], new=new, work=work)
         yield gated_rows.launch(*z, linears[0].y, epilogue)
         return
-    if len(products) == 2:
-        gate, up = linears
-        z = new((x.shape[0], gate.w.shape[0]), epilogue.dtype, x.device)
-        steps = [([gate._replace(y=z)], Epilogue(dtype=epilogue.dtype)), ([up], epilogue._replace(gate=z))]
-    else:
-        steps = [(list(linears), epilogue)]
-    for product, (some, after) in zip(products, steps, strict=True):
-        if product.written_out:
-            some = yield from scaled_matmul.writing_out(x, some, new)
-        yield launch(x, some, rows, product, after, work)
+    [product] = products
+    if product.written_out:
+        linears = yield from scaled_matmul.writing_out(x, linears, new)
+    yield launch(x, linears, rows, product, epilogue, work)
 
 
 def launch(
@@ -182,6 +163,8 @@ def launch(
     """The launch of a product, of linears whose weights are written out where it says so."""
     if len(linears) == 1:
         return scaled_matmul.launch(x, linears, rows, product, epilogue, work)
+    if product.kernel == "gated pingpong":
+        return pingpong_gated.launch(x, linears, rows, product.tile, epilogue, work)
     if product.kernel == "gated":
         return packed_gated.launch(x, linears, rows, product.tile, epilogue, work)
     if product.kernel == "descriptors":

@@ -11,13 +11,14 @@ Accumulators: int32 (exact) for int8, float32 for fp8.  Offsets of rows are int6
 import triton
 import triton.language as tl
 
-from mmqc.kernels.matmul.epilogue_tiles import add_low_rank_tile, next_codes_tile, round_tile
+from mmqc.kernels.matmul.epilogue_tiles import add_low_rank_tile, next_codes_tile
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
-from mmqc.kernels.shared.activation_tiles import GATED, NONE, activation_tile
+from mmqc.kernels.shared.activation_tiles import NONE, activation_tile
 from mmqc.kernels.shared.early_start import await_inputs, prefetch_lines
 from mmqc.kernels.shared.int4_codes import int4_as_fp8, int4_as_int8
 from mmqc.kernels.shared.load_tile import load_w_tile, load_x_tile
 from mmqc.kernels.shared.program_order import grouped_tile
+from mmqc.kernels.shared.quantize_codes import round_tile
 from mmqc.kernels.shared.row_scale import row_scale_tile
 from mmqc.kernels.shared.split_k import add_parts, store_part
 
@@ -59,53 +60,47 @@ def scale_sums(acc, s_x, s_w, FACTOR: tl.constexpr):
 
 @triton.jit
 def finish_scaled_tile(
-    acc, s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-    rows, cols, M, N, stride_r,
-    HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
+    acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    rows, cols, M, N,
+    HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
     NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, cols < N, HAS_BIAS, FACTOR)
-    return finish_tile(y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r, HAS_GATE,
+    return finish_tile(y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N,
                        ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
 @triton.jit
 def finish_tile(
-    y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_r,
-    HAS_GATE: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
+    y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N,
+    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """Z [BM, BN], but for the other terms of a sum -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
-    if HAS_GATE:
-        at = gate_ptr + rows.to(tl.int64)[:, None] * stride_r + cols[None, :]
-        r = tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0).to(tl.float32)
-        if ACTIVATION > GATED:
-            r = round_tile(activation_tile(r, ACTIVATION - GATED, PTX), ROUND)
-        y = r * round_tile(y, ROUND)
     if RANK:
         y = add_low_rank_tile(y, low_x_ptr, low_w_ptr, rows, row_mask, cols, col_mask, RANK)
-    if ACTIVATION != NONE and ACTIVATION < GATED:
-        y = activation_tile(round_tile(y, ROUND), ACTIVATION, PTX)
+    if ACTIVATION != NONE:
+        y = activation_tile(round_tile(y, ROUND, PTX), ACTIVATION, PTX)
     if NEXT:
-        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH)
+        y = next_codes_tile(y, next_scale_ptr, next_row_ptr, rows, row_mask, NEXT_KIND, ROUND, LOW, HIGH, PTX)
     return y
 
 
 @triton.jit
 def store_scaled_tile(
-    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
-    low_w_ptr, rows, cols, M, N, stride_y, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr,
+    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+    low_w_ptr, rows, cols, M, N, stride_y,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
     ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
-    y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-                           rows, cols, M, N, stride_r, HAS_BIAS, HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+    y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+                           rows, cols, M, N, HAS_BIAS, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                            LOW, HIGH, PTX, RANK)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -114,9 +109,9 @@ def store_scaled_tile(
 @triton.jit
 def scaled_matmul_kernel(
     x_ptr, w_ptr, w1_ptr, w2_ptr, y_ptr, y1_ptr, y2_ptr, x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, w_scale2_ptr,
-    bias_ptr, bias1_ptr, bias2_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
-    M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2, stride_r,
-    LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, FACTOR: tl.constexpr,
+    bias_ptr, bias1_ptr, bias2_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr, counter_ptr,
+    M, N, N1, N2, K, STORED, stride_x, stride_w, stride_y, stride_y1, stride_y2,
+    LINEARS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
     PACKED: tl.constexpr, COLUMNS: tl.constexpr, EVEN_K: tl.constexpr, PTX: tl.constexpr,
     ACC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
@@ -167,24 +162,24 @@ def scaled_matmul_kernel(
     if COLUMNS:
         acc = tl.trans(acc)
     if not SPLIT:
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
-                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr,
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS,
+                          FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
     else:
         tiles = tiles_m * tiles_n
         done = store_part(part_ptr, counter_ptr, acc, tile, tiles, split, BLOCK_M, BLOCK_N)
         if done == splits - 1:
             total = add_parts(part_ptr, counter_ptr, tile, tiles, splits, BLOCK_M, BLOCK_N)
-            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
-                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_GATE, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+            store_scaled_tile(total, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr,
+                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS,
+                              FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
 @triton.jit(do_not_specialize=["M"])
 def scaled_matmul_descriptor_kernel(
-    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
-    next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y, stride_r,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr,
+    x_desc, w_desc, w_tail_desc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr,
+    next_row_ptr, low_x_ptr, low_w_ptr, M, N, K, stride_y,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
     ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
@@ -208,11 +203,11 @@ def scaled_matmul_descriptor_kernel(
                 tail = multiply_add_tile(x, w_tail_desc.load([first + BLOCK_N, k]), tail, False)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = first + tl.arange(0, BLOCK_N)
-        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
-                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                          HAS_GATE, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+        store_scaled_tile(acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr,
+                          next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS,
+                          1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
         if TAIL:
             cols = first + BLOCK_N + tl.arange(0, TAIL)
-            store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr,
-                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, stride_r, KIND, HAS_BIAS,
-                              HAS_GATE, 1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+            store_scaled_tile(tail, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr,
+                              next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, stride_y, KIND, HAS_BIAS,
+                              1.0, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)

@@ -19,7 +19,6 @@ SILU = tl.constexpr(2)
 QUICK_GELU = tl.constexpr(3)
 GELU = tl.constexpr(4)
 GELU_TANH = tl.constexpr(5)
-GATED = tl.constexpr(8)  # and more: f, of what lies beside, is a factor
 CODES = {"none": 0, "relu": 1, "silu": 2, "quick_gelu": 3, "gelu": 4, "gelu_tanh": 5}
 
 

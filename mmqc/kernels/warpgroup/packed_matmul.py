@@ -92,7 +92,6 @@ def launch(
 
     (w0, w1, w2), (s0, s1, s2), biases, (y0, y1, y2), _ = zip(*three(linears), strict=True)
     b0, b1, b2 = (s if b is None else b for s, b in zip((s0, s1, s2), biases, strict=True))
-    gate = epilogue.gate
     m, stored = x.shape[0], w0.shape[1]
     width = sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears) * c.block_n
     cut = shares(c, y0.dtype.itemsize, max(c.block_m, c.block_n))
@@ -103,12 +102,11 @@ def launch(
     args: dict[str, Any] = dict(
         **halves(x, stored), w_desc=w0, w1_desc=w1, w2_desc=w2, y_desc=y0, y1_desc=y1, y2_desc=y2, w_ptr=w0, w1_ptr=w1, w2_ptr=w2,
         x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=s0, w_scale1_ptr=s1, w_scale2_ptr=s2, bias_ptr=b0, bias1_ptr=b1,
-        bias2_ptr=b2, gate_ptr=s0 if gate is None else gate, part_ptr=part, counter_ptr=counter, M=m, N=w0.shape[0],
-        N1=w1.shape[0], N2=w2.shape[0], STORED=stored, stride_w=w0.stride(0), stride_r=0 if gate is None else gate.stride(0),
-        **epilogue.args(s0), **low,
+        bias2_ptr=b2, part_ptr=part, counter_ptr=counter, M=m, N=w0.shape[0], N1=w1.shape[0], N2=w2.shape[0], STORED=stored,
+        stride_w=w0.stride(0), **epilogue.args(s0), **low,
     )
     constants = dict(
-        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None, HAS_GATE=gate is not None,
+        LINEARS=len(linears), KIND=rows.kind, HAS_BIAS=biases[0] is not None,
         PTX=has_inline_ptx(x.device), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole,
         PARTS=count, SHARES=cut, SLOTS=c.num_stages, LINES=early_lines(x.device, c.block_m), ADDED=m <= ADDED,
         **epilogue.constants(), **rank,

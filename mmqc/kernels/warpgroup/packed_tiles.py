@@ -260,9 +260,9 @@ def finish_kept_tile(acc, tokens, columns, HAS_BIAS: gl.constexpr, LAYOUT: gl.co
 @gluon.jit(do_not_specialize=["M"])
 def packed_scaled_kernel(
     x_desc, upper_desc, w_desc, w1_desc, w2_desc, y_desc, y1_desc, y2_desc, w_ptr, w1_ptr, w2_ptr, x_scale_ptr, row_ptr,
-    w_scale_ptr, w_scale1_ptr, w_scale2_ptr, bias_ptr, bias1_ptr, bias2_ptr, gate_ptr, next_scale_ptr, next_row_ptr,
-    low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, N1, N2, STORED, stride_w, stride_r,
-    LINEARS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr,
+    w_scale_ptr, w_scale1_ptr, w_scale2_ptr, bias_ptr, bias1_ptr, bias2_ptr, next_scale_ptr, next_row_ptr,
+    low_x_ptr, low_w_ptr, part_ptr, counter_ptr, M, N, N1, N2, STORED, stride_w,
+    LINEARS: gl.constexpr, KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
     NEXT: gl.constexpr, NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
     PTX: gl.constexpr, RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr, PARTS: gl.constexpr, SHARES: gl.constexpr, SLOTS: gl.constexpr,
@@ -316,8 +316,8 @@ def packed_scaled_kernel(
                            gl.convert_layout(s_w, gl.SliceLayout(0, across)), FACTOR)
             if HAS_BIAS:
                 y += gl.convert_layout(b, gl.SliceLayout(0, across))[None, :]
-            y = finish_tile(y, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, columns_of_it, stride_r,
-                            HAS_GATE, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
+            y = finish_tile(y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, columns_of_it,
+                            ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             if which == 0:
                 write_shares(y.permute((1, 0)), y_desc, ring[3], here[0], own * BLOCK_N, SHARES)
             elif which == 1:

@@ -52,9 +52,9 @@ def why_not(x: Tensor, w: Tensor, y: Tensor) -> str | None:
     return why_not_aligned(x, w, y)
 
 
-def slots(c: MatmulConfig, item_bytes: int) -> int:
-    """As many slots as fit beside the tiles of y, at most ``num_stages``."""
-    tiles_of_y = (8 // c.num_warps) * c.block_m * c.block_n * item_bytes
+def slots(c: MatmulConfig, item_bytes: int, columns: int | None = None) -> int:
+    """As many slots as fit beside the tiles of y, of ``columns`` if those are not the tile's; at most ``num_stages``."""
+    tiles_of_y = (8 // c.num_warps) * c.block_m * (columns or c.block_n) * item_bytes
     fit = (SHARED_BYTES - tiles_of_y) // ((c.block_m + c.block_n) * c.block_k)
     if fit < 2:
         raise ValueError(f"{c} with {item_bytes} bytes an output leaves no shared memory for two slots")
@@ -86,11 +86,11 @@ def blocks(c: MatmulConfig) -> dict[str, tuple[int, int]]:
     return {"x_desc": (c.block_m, c.block_k), "w_desc": (c.block_n, c.block_k), "y_desc": (c.block_m, c.block_n)}
 
 
-def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int) -> dict[str, int]:
+def shape_constants(c: MatmulConfig, whole: int, count: int, item_bytes: int, columns: int | None = None) -> dict[str, int]:
     """The kernels' constants that a tile decides."""
     return dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP_M=c.group_m, PROGRAMS=whole, PARTS=count,
-        STAGES=slots(c, item_bytes), WARPS=c.num_warps, CONSUMERS=8 // c.num_warps, REGISTERS=CONSUMER_REGISTERS,
+        STAGES=slots(c, item_bytes, columns), WARPS=c.num_warps, CONSUMERS=8 // c.num_warps, REGISTERS=CONSUMER_REGISTERS,
     )
 
 
@@ -102,7 +102,6 @@ def launch(
     from mmqc.kernels.warpgroup.pingpong_tiles import scaled_pingpong_kernel
 
     [(w, w_scale, bias, y, _)] = linears
-    gate = epilogue.gate
     (m, k), n = x.shape, w.shape[0]
     programs, whole, rest, count = grid(c, m, n, ceil_div(k, c.block_k), x.device)
     sums = torch.int32 if x.dtype == torch.int8 else torch.float32
@@ -110,12 +109,11 @@ def launch(
     low, rank = epilogue.of_one(w_scale)
     args: dict[str, Any] = dict(
         x_desc=x, w_desc=w, y_desc=y, x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=w_scale,
-        bias_ptr=w_scale if bias is None else bias, gate_ptr=w_scale if gate is None else gate, part_ptr=part,
-        counter_ptr=counter, M=m, N=n, K=k, stride_r=0 if gate is None else gate.stride(0),
+        bias_ptr=w_scale if bias is None else bias, part_ptr=part, counter_ptr=counter, M=m, N=n, K=k,
         **epilogue.args(w_scale), **low,
     )
     constants = dict(
-        KIND=rows.kind, HAS_BIAS=bias is not None, HAS_GATE=gate is not None, PTX=has_inline_ptx(x.device),
+        KIND=rows.kind, HAS_BIAS=bias is not None, PTX=has_inline_ptx(x.device),
         **epilogue.constants(), **rank, **shape_constants(c, whole, count, y.dtype.itemsize),
     ) | {"ROUND": ROUND[epilogue.dtype]}
     return Launch(

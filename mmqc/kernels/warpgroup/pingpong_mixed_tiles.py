@@ -182,7 +182,7 @@ def mixed_pingpong_kernel(
     REGISTERS: gl.constexpr,
 ):
     """As joined_matmul_kernel of two parts."""
-    ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS)
+    ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, CONSUMERS)
     operands = (x_scale_ptr, x_offset_ptr, column_ptr, bias_ptr, part_ptr, counter_ptr)
     gl.warp_specialize([
         (mixed_consumer, (

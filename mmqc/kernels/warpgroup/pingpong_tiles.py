@@ -130,15 +130,15 @@ def multiply_ring(acc, ring, seen, steps, NEXT: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def scaled_consumer(
-    which: gl.constexpr, y_desc, ring, operands, M, N, K, stride_r,
-    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
+    which: gl.constexpr, y_desc, ring, operands, M, N, K,
+    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):
     """A warpgroup, or two, that multiplies and writes."""
     x_ring, y_ring, turn = ring[0], ring[2], ring[5]
-    (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr,
+    (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr,
      counter_ptr) = operands
     integer: gl.constexpr = x_ring.dtype == gl.int8
     other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
@@ -161,8 +161,8 @@ def scaled_consumer(
         acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
         if mine:
-            y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
-                                   low_w_ptr, rows, cols, M, N, stride_r, HAS_BIAS, HAS_GATE, 1.0, ACTIVATION, NEXT,
+            y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+                                   low_w_ptr, rows, cols, M, N, HAS_BIAS, 1.0, ACTIVATION, NEXT,
                                    NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             write_tile(y, y_desc, y_ring.index(which), row, col)
     tma.store_wait(0)
@@ -282,13 +282,13 @@ def write_tile(y, y_desc, y_tile, row, col):
 
 @gluon.jit
 def make_ring(
-    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    x_desc, w_desc, y_desc, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):
-    """(x, w, y, full, empty, turn): slots of operands, tiles of results, and barriers."""
+    """(x, w, y, full, empty, turn): slots of operands, tiles of results, of COLUMNS, and barriers."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
-    y_ring = gl.allocate_shared_memory(y_desc.dtype, [CONSUMERS, BLOCK_M, BLOCK_N], y_desc.layout)
+    y_ring = gl.allocate_shared_memory(y_desc.dtype, [CONSUMERS, BLOCK_M, COLUMNS], y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -304,25 +304,25 @@ def make_ring(
 
 @gluon.jit(do_not_specialize=["M"])
 def scaled_pingpong_kernel(
-    x_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
-    low_w_ptr, part_ptr, counter_ptr, M, N, K, stride_r,
-    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_GATE: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
+    x_desc, w_desc, y_desc, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
+    low_w_ptr, part_ptr, counter_ptr, M, N, K,
+    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
     NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
     RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Y = epilogue(x wᵀ), everything as in scaled_matmul_descriptor_kernel."""
-    ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, CONSUMERS)
-    operands = (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, gate_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    ring = make_ring(x_desc, w_desc, y_desc, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_N, STAGES, CONSUMERS)
+    operands = (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
                 part_ptr, counter_ptr)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (scaled_consumer, (
-                0, y_desc, ring, operands, M, N, K, stride_r, KIND, HAS_BIAS, HAS_GATE, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+                0, y_desc, ring, operands, M, N, K, KIND, HAS_BIAS, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (scaled_consumer, (
-                1, y_desc, ring, operands, M, N, K, stride_r, KIND, HAS_BIAS, HAS_GATE, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+                1, y_desc, ring, operands, M, N, K, KIND, HAS_BIAS, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
                 x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),
@@ -330,7 +330,7 @@ def scaled_pingpong_kernel(
     else:
         gl.warp_specialize([
             (scaled_consumer, (
-                0, y_desc, ring, operands, M, N, K, stride_r, KIND, HAS_BIAS, HAS_GATE, ACTIVATION, NEXT, NEXT_KIND, ROUND,
+                0, y_desc, ring, operands, M, N, K, KIND, HAS_BIAS, ACTIVATION, NEXT, NEXT_KIND, ROUND,
                 LOW, HIGH, PTX, RANK, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES, WARPS, CONSUMERS)),
             (fill_ring, (
                 x_desc, w_desc, ring, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PROGRAMS, PARTS, STAGES)),

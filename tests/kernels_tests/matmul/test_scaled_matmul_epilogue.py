@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from launches import no_work
 from row_scales import row_scales
 from tolerance import TOLERANCE, assert_close
 
@@ -104,24 +105,6 @@ def test_scaled_matmul_epilogue__next_codes(kind, tile, dtype, linears, device):
     assert got.unique().numel() > 30
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("tile", ["rows", "split", "nested"])
-def test_plan_in_two__equals_the_kernel_of_both(tile, activation, device):
-    """Which rounds the same numbers, so the codes too are equal to the bit."""
-    m, n = 37, 45
-    x, w, w_scale, bias = operands(m, n, 96, 8, 2, device)
-    x_scale = torch.ones(1, device=device)
-    for codes in (None, scaled.row_scale(torch.full((1,), 0.02, device=device), m)):
-        want = run(x, w, w_scale, bias, x_scale, activation, tile, torch.float16, codes)
-        y = torch.full_like(want, -77)
-        linears = [scaled.Linear(*parts, y) for parts in zip(w, w_scale, bias, strict=True)]
-        epilogue = tiles.Epilogue(activation, torch.float16, codes)
-        products = kernel.plan_in_two(x, linears, torch.float16, config=TILES[tile])
-        for launch in kernel.launches(x, linears, scaled.row_scale(x_scale, m), epilogue, products):
-            launch.run()
-        assert torch.equal(y, want)
-
-
 @pytest.mark.parametrize(("takes", "linears"), [(True, {"scaled_matmuls"}), (False, {"scaled_matmul"})])
 def test_decompose__parts_of_a_gate_share_a_launch_where_a_kernel_takes_them(takes, linears, monkeypatch):
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -158,6 +141,35 @@ def test_better_apart__a_gate_and_weights_that_stay_packed(monkeypatch):
     assert not better_apart(x[0, :64], [packed, packed], scale, dtype), "one launch has both"
     for other in ((x, [packed]), (x, [codes, codes]), (few, [packed, packed]), (x[..., :90], [packed, packed])):
         assert not better_apart(*other, scale[: len(other[1])], dtype)
+
+
+@pytest.mark.parametrize(("m", "kernel_of_both"), [(513, True), (512, False)])
+@pytest.mark.parametrize(("bits", "always", "tile"), [(8, True, "pingpong"), (8, False, "pingpong"), (4, True, "unpack")])
+def test_plan__of_many_rows_one_launch_of_both(m, kernel_of_both, bits, always, tile, monkeypatch):
+    from mmqc.kernels.matmul.product import Caller
+    from mmqc.kernels.warpgroup import pingpong_matmul
+
+    for module in (kernel, pingpong_matmul):
+        monkeypatch.setattr(module, "has_warpgroup_products", lambda device: True)
+    monkeypatch.setattr(scaled, "tile_of", lambda *_: Config(128, 128, 128, 4, 8, variant=tile))
+    x, w = torch.empty(m, 96, dtype=torch.int8), torch.empty(48, 96 * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    y = torch.empty(m, 48, dtype=torch.int8)
+    linears, dtype = [scaled.Linear(w, torch.ones(48), None, y)] * 2, torch.bfloat16
+    assert kernel.are_pingpong(x, linears, Caller(always=always)) is kernel_of_both
+    if kernel_of_both:
+        [product] = kernel.plan(x, linears, dtype, Caller(always=always))
+        assert (product.kernel, product.written_out, product.linears) == ("gated pingpong", bits == 4, (0, 1))
+        epilogue, one = tiles.Epilogue("silu", dtype, scaled.row_scale(torch.ones(1), m)), torch.ones(1)
+        made = list(kernel.launches(x, linears, scaled.row_scale(one, m), epilogue, [product], work=no_work))
+        assert len(made) == (1 if bits == 8 else 3)
+        assert made[-1].args["y_desc"] is y
+    narrow = [linear._replace(y=y[:, :40]) for linear in linears]
+    assert kernel.are_pingpong(x, narrow, Caller()) is kernel_of_both
+    odd = torch.empty(m, 47, dtype=torch.int8)
+    assert not kernel.are_pingpong(x, [linear._replace(y=odd) for linear in linears], Caller()), "not 16 bytes"
+    assert not kernel.are_pingpong(x, linears, Caller(gluon=False))
+    if bits == 4:
+        assert not kernel.are_pingpong(x, linears, Caller(always=False)), "a graph writes out nothing that it may not read"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_slots__as_many_as_fit():
     assert pingpong.slots(Config(128, 128, 128, 4, 8, variant="pingpong"), 2) == 5
     assert pingpong.slots(Config(128, 128, 128, 4, 3, variant="pingpong"), 2) == 3
     assert pingpong.slots(Config(128, 256, 128, 8, 8, variant="pingpong"), 4) == 2
+    assert pingpong.slots(Config(128, 256, 128, 8, 8, variant="pingpong"), 4, columns=128) == 3
     with pytest.raises(ValueError, match="no shared memory for two slots"):
         pingpong.slots(Config(256, 256, 128, 4, 8, variant="pingpong"), 2)
 
@@ -69,7 +70,7 @@ codes = "fp8e4nv" if what == "fp8" else "i8"
 shape = dict(BLOCK_M=rows, BLOCK_N=columns, BLOCK_K=128, GROUP_M=8, PROGRAMS=132, PARTS=parts, STAGES=stages, WARPS=warps,
              CONSUMERS=8 // warps, REGISTERS=240, HAS_BIAS=True)
 kernel = scaled_pingpong_kernel
-constants = shape | dict(KIND=1, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=1, LOW=-128.0, HIGH=127.0,
+constants = shape | dict(KIND=1, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=1, LOW=-128.0, HIGH=127.0,
                          PTX=True, RANK=0)
 
 def described(name, block, dtype):

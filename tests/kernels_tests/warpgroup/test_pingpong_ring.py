@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pingpong = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_matmul")
 tiles = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_tiles")
+gated_tiles = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_gated_tiles")
 mixed_tiles = pytest.importorskip("mmqc.kernels.warpgroup.pingpong_mixed_tiles")
 packed_tiles = pytest.importorskip("mmqc.kernels.warpgroup.packed_tiles")
 byte_tiles = pytest.importorskip("mmqc.kernels.warpgroup.byte_tiles")
@@ -69,7 +70,6 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     x, w = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n))
     constants = dict(
         KIND=0,
-        HAS_GATE=False,
         ACTIVATION=0,
         NEXT=False,
         NEXT_KIND=0,
@@ -85,7 +85,7 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
         REGISTERS=240,
     )
     tile = {"finish_scaled_tile": lambda acc, *_: acc, "row_scale_tile": lambda *_: None}
-    y = run(tiles.scaled_pingpong_kernel, x, [w], 16 * warps, programs, parts, {"K": k, "stride_r": 0}, constants, tile)
+    y = run(tiles.scaled_pingpong_kernel, x, [w], 16 * warps, programs, parts, {"K": k}, constants, tile)
     assert torch.equal(y, x.float() @ w.float().t())
 
 
@@ -101,6 +101,29 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
 )
 def test_ring__every_size(m, n, k, programs, stages, warps, parts):
     assert_product(m, n, k, programs, stages, warps, cut(m, n, -(-k // STEP), programs, 16 * warps, parts))
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(1, 200),
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.sampled_from([4, 8]),
+    st.sampled_from([1, 2, 4]),
+)
+def test_ring__gate_and_up_of_every_size(m, n, k, programs, stages, warps, parts):
+    x, gate, up = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n, n))
+    block_m = 16 * warps
+    parts = cut(m, n, -(-k // STEP), programs, block_m, parts)
+    partial = torch.full((parts * programs * block_m * 2 * COLUMNS,), 12345, dtype=torch.int32)
+    sizes = {"K": k, "w1_desc": simulator.Described(up, (COLUMNS, STEP)), "part_ptr": simulator.Pointer(partial)}
+    constants = dict(KIND=0, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, BLOCK_N=2 * COLUMNS,
+                     BLOCK_K=STEP, STAGES=stages, WARPS=warps, CONSUMERS=8 // warps, REGISTERS=240)  # fmt: skip
+    tile = {"scale_tile": lambda acc, *_: acc, "finish_gated_tile": lambda g, u, *_: g - 3 * u, "row_scale_tile": lambda *_: None}
+    y = run(gated_tiles.gated_pingpong_kernel, x, [gate], block_m, programs, parts, sizes, constants, tile)
+    assert torch.equal(y, x.float() @ gate.float().t() - 3 * x.float() @ up.float().t())
 
 
 @pytest.mark.parametrize(
@@ -222,9 +245,9 @@ def assert_packed(
         }
         kernel = packed_tiles.packed_mixed_kernel
     else:
-        sizes |= {"stride_r": 0, "stride_w": 0}
+        sizes |= {"stride_w": 0}
         constants |= {"LINEARS": len(rows), "LINES": 0, "ADDED": added}
-        constants |= dict(KIND=0, HAS_GATE=False, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
+        constants |= dict(KIND=0, ACTIVATION=0, NEXT=False, NEXT_KIND=0, ROUND=0, LOW=0, HIGH=0, PTX=False, RANK=0)
         kernel = packed_tiles.packed_scaled_kernel
     given, added = (x[:, :stored], list(packed.split(rows)), 16, programs, parts, sizes, constants), added and not high
     y = run(kernel, *given, PACKED_TILE, 64, shares, added=added)
