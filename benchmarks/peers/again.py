@@ -24,11 +24,6 @@ RESULTS = Path(__file__).resolve().parents[1] / "results/peer_again.json"
 KINDS = {"nll": 4, "kl": 5}
 
 
-def read() -> dict[str, Any]:
-    """What is on file."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
-
-
 def row(run: dict[str, list[float]], peer: dict[str, list[float]]) -> dict[str, Any]:
     """Means, differences to the peer with their intervals, and verdicts."""
     found = {}

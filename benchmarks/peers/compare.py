@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ import mmqc
 from benchmarks.peers import again, drawn, held_out, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, verdict
-from benchmarks.peers.export import calibration_of, export
+from benchmarks.peers.export import calibration_of, export, unchanged
 from benchmarks.peers.reasons import REASONS
 from examples.studies.study import about, table
 from mmqc.samples.scoring import bootstrap
@@ -69,11 +70,13 @@ def ours(
     calibration: int = CALIBRATION,
     weights: Literal["auto", "balanced"] | None = "auto",
     draw: int = 0,
+    change: Callable[[Any], None] = unchanged,
 ) -> dict[str, list[float]]:
-    """The same of mmqc, after so many batches of a draw of calibration, with such weights of modalities."""
+    """The same of mmqc, after so many batches of a draw of calibration, with such weights of modalities; of a changed model."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
     sample = mmqc.samples.load(case.sample)
     batches = calibration_of(sample, calibration, draw)
+    change(sample.model)
     mmqc.quantize_(sample.model, config, batches, progress=False, inputs="quantized", modality_weights=weights)
     questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
     return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
@@ -178,11 +181,11 @@ over draws and questions (`python -m benchmarks.peers.draws`):
 
 {drawn.lines(drawn.read()["runs"])}
 
-{questions.text(questions.read())}
+{questions.text(drawn.read(questions.RESULTS))}
 
 So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
 ("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
-many. Errors of layers do not say so: {held_out.text(held_out.read())}
+many. Errors of layers do not say so: {held_out.text(drawn.read(held_out.RESULTS))}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
@@ -191,7 +194,7 @@ text counts as much as images, which it does by itself on docs-vqa: a prompt the
 
 {spread(found["spread"])}
 
-{again.text(found["runs"], again.read())}
+{again.text(found["runs"], drawn.read(again.RESULTS))}
 
 Peers: {", ".join(pins)}. Not run:
 

@@ -43,12 +43,14 @@ def main() -> None:
             data = options.data / str(draw)
             for library, key in zip(SIDES, keys(case), strict=True):
                 name = f"{key} draw {draw}"
-                if library not in options.sides or name in read()["runs"]:
+                if library not in options.sides or name in read().get("runs", {}):
                     continue
                 export(case.sample, data / case.sample, CALIBRATION, QUESTIONS, draw)
                 run = ours(case, data, draw=draw) if library == "mmqc" else theirs(case, data, options.environments)
                 found = read()  # the other side's may be measured at the same time
-                found["runs"][name] = {kind: [float(f"{value:.4g}") for value in values] for kind, values in run.items()}
+                found.setdefault("runs", {})[name] = {
+                    kind: [float(f"{value:.4g}") for value in values] for kind, values in run.items()
+                }
                 found |= about("python -m benchmarks.peers.draws")
                 RESULTS.write_text(json.dumps(found) + "\n")
                 print(name, {kind: round(float(np.mean(values)), 5) for kind, values in run.items()}, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,24 @@ def question_batches(sample: Any, n: int) -> tuple[list[dict[str, Any]], list[to
     return batches, [ids[number] for number in sorted(ids)]
 
 
+def unchanged(model: Any) -> None:
+    """A sample's model as it is."""
+
+
 def calibration_of(sample: Any, count: int, draw: int = 0) -> list[Any]:
     """So many batches; each draw has others."""
     return sample.calibration(count * (draw + 1))[count * draw :]
 
 
-def export(name: str, folder: Path, calibration: int, questions: int, draw: int = 0) -> None:
-    """Write the sample ``name`` into ``folder``; what is there already is kept."""
+def export(
+    name: str, folder: Path, calibration: int, questions: int, draw: int = 0, change: Callable[[Any], None] = unchanged
+) -> None:
+    """Write the sample ``name`` into ``folder``, its model as ``change`` leaves it; what is there already is kept."""
     if (folder / "questions.pt").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     sample = mmqc.samples.load(name)
+    change(sample.model)
     sample.model.save_pretrained(folder / "model")
     Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(folder / "tokenizer.json"))  # one is asked for, and never used
     torch.save([dict(batch) for batch in calibration_of(sample, calibration, draw)], folder / "calibration.pt")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import mmqc
 from benchmarks.peers.cases import RECIPES
+from benchmarks.peers.drawn import read
 from benchmarks.peers.export import calibration_of
 from examples.studies.study import about
 from mmqc.solvers import Quantized, gptq
@@ -87,11 +88,6 @@ def ratios(name: str, group: int) -> dict[str, list[float]]:
     return {way: [round(float(r), 4) for r in np.exp((log - logs["the peer's"]).mean(0))] for way, log in logs.items()}
 
 
-def read() -> dict[str, Any]:
-    """What is on file."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-
-
 def text(found: dict[str, Any]) -> str:
     """A sentence for each sample."""
     return " ".join(
@@ -108,7 +104,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = read() | about("python -m benchmarks.peers.held_out")
+    found = read(RESULTS) | about("python -m benchmarks.peers.held_out")
     row = ratios(options.sample, options.group)
     found.setdefault(ERRORS, {})[f"{options.sample} g{options.group}"] = row
     print(row)

@@ -20,6 +20,7 @@ import torch
 import mmqc
 from benchmarks.peers.again import KINDS, row
 from benchmarks.peers.cases import CASES, Case, keys
+from benchmarks.peers.drawn import read
 from examples.studies.study import about, table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/peer_questions.json"
@@ -32,11 +33,6 @@ def chosen() -> list[Case]:
     """Of the same method on both sides; those of GPTQ first."""
     rows = [c for c in CASES if c.sample == SAMPLE and c.peer == f"llmcompressor {c.ours}"]
     return sorted(rows, key=lambda c: "gptq" not in c.ours)
-
-
-def read() -> dict[str, Any]:
-    """What is on file."""
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"rows": {}}
 
 
 def of_few(values: list[float], kinds: list[str]) -> dict[str, Any]:
@@ -112,8 +108,8 @@ def main() -> None:
             sides = [json.loads(path.read_text()) for path in paths]
             asked = mmqc.samples.load(SAMPLE).questions(compare.QUESTIONS + MORE)[compare.QUESTIONS :]
             behind = [{kind: side[kind][compare.QUESTIONS :] for kind in KINDS} for side in sides]
-            found = read() | about("python -m benchmarks.peers.questions") | {"questions": MORE}
-            found["rows"][" ".join(keys(case))] = summary(*behind, [question.kind for question in asked])
+            found = read(RESULTS) | about("python -m benchmarks.peers.questions") | {"questions": MORE}
+            found.setdefault("rows", {})[" ".join(keys(case))] = summary(*behind, [question.kind for question in asked])
             RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,8 @@ import torch
 from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
-from benchmarks.peers import again, compare, held_out, questions
+import mmqc
+from benchmarks.peers import again, compare, drawn, held_out, orders, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -123,3 +124,32 @@ def test_held_out__second_moments_and_errors_are_those_of_the_layer() -> None:
     quantized = solve(model[0].weight.detach(), WeightSpec(4, PerGroup(6)))
     lost = (x @ (model[0].weight.detach() - quantized.dequantize()).double().T).square().sum()
     assert abs(held_out.error(model[0].weight.detach(), quantized, moment) / float(lost) - 1) < 1e-6
+
+
+def test_reorder__another_order_of_channels_computes_the_same() -> None:
+    sample = mmqc.samples.load("digits-vqa")
+    model, [batch] = sample.model.double(), sample.calibration(1)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    want = model(**batch).logits
+    orders.reorder(model, 0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    orders.reorder(model, 3)
+    off = (model(**batch).logits - want).abs().max()
+    assert float(off) < 1e-6 * float(want.abs().max())  # norms are computed in float32
+    weights = {name: p for name, p in model.named_parameters() if name.endswith(".weight")}
+    same = {name.split(".")[-2] for name, weight in weights.items() if torch.equal(weight, before[name])}
+    moved = {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert not same & moved
+
+
+def test_of_orders__says_how_often_mmqc_is_what() -> None:
+    case = orders.chosen()[0]
+    low = [{"nll": [0.1, 0.2], "kl": [0.0, 0.1]}, {"nll": [0.2, 0.2], "kl": [0.1, 0.1]}]
+    high = [{kind: [v + 1 for v in values] for kind, values in run.items()} for run in low]
+    row = {"orders": [1, 2]} | orders.summary(low, high)
+    assert row["kl"]["mmqc is"] == "better"
+    assert row["kl"]["difference"] == [-1.0, -1.0, -1.0]
+    assert row["lost"] == {"mmqc": [0, 0], "peer": [2, 2]}
+    page = drawn.of_orders({"rows": {" ".join(orders.keys(case)): row}})
+    assert page.startswith("2 better, 0 tie, 0 worse of 2 intervals")
+    assert "| 2 of 2 |" in page
