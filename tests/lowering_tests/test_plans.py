@@ -261,7 +261,7 @@ NAMES = (
 
 
 def in_gluon(launches: list[tuple[Any, Any]]) -> bool:
-    return any(kernel[0].startswith(("scaled_pingpong", "mixed_pingpong", "packed_")) for _, kernel in launches)
+    return any(kernel[0].startswith(("scaled_pingpong", "mixed_pingpong", "gated_pingpong", "packed_")) for _, kernel in launches)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -116,7 +116,7 @@ def chosen(x: Tensor, linears: Sequence[Linear], caller: Caller) -> MatmulConfig
 
 def are_pingpong(x: Tensor, linears: Sequence[Linear], caller: Caller = EAGER) -> bool:
     """Whether gate and up are pingpong_gated.py's: many rows, of codes, or of weights that each by itself would be written out."""
-    if x.shape[0] <= WARPGROUP_ROWS or not has_warpgroup_products(x.device) or not caller.gluon:
+    if x.shape[0] <= WARPGROUP_ROWS or x.dtype != torch.int8 or not has_warpgroup_products(x.device) or not caller.gluon:
         return False
     if {tile.variant for tile in _tiles(x, linears, caller)} - {"pingpong"} - ({"unpack"} if caller.always else set()):
         return False

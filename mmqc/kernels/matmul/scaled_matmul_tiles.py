@@ -60,22 +60,20 @@ def scale_sums(acc, s_x, s_w, FACTOR: tl.constexpr):
 
 @triton.jit
 def finish_scaled_tile(
-    acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-    rows, cols, M, N,
-    HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
-    NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+    acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N,
+    HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr,
+    ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue: acc [BM, BN] and s_x [BM] -> y, float32 or codes."""
     y = scale_tile(acc, s_x, w_scale_ptr, bias_ptr, cols, cols < N, HAS_BIAS, FACTOR)
-    return finish_tile(y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N,
-                       ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
+    return finish_tile(y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, ACTIVATION, NEXT,
+                       NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
 
 
 @triton.jit
 def finish_tile(
-    y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N,
-    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+    y, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, rows, cols, M, N, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
+    NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """Z [BM, BN], but for the other terms of a sum -> y, float32 or codes."""
     row_mask, col_mask = rows < M, cols < N
@@ -90,18 +88,16 @@ def finish_tile(
 
 @triton.jit
 def store_scaled_tile(
-    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
-    low_w_ptr, rows, cols, M, N, stride_y,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr,
-    ACTIVATION: tl.constexpr, NEXT: tl.constexpr, NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr,
-    HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
+    acc, y_ptr, x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+    rows, cols, M, N, stride_y,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, FACTOR: tl.constexpr, ACTIVATION: tl.constexpr, NEXT: tl.constexpr,
+    NEXT_KIND: tl.constexpr, ROUND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, PTX: tl.constexpr, RANK: tl.constexpr,
 ):
     """The epilogue, and y to memory."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)
     y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
-                           rows, cols, M, N, HAS_BIAS, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND,
-                           LOW, HIGH, PTX, RANK)
+                           rows, cols, M, N, HAS_BIAS, FACTOR, ACTIVATION, NEXT, NEXT_KIND, ROUND, LOW, HIGH, PTX, RANK)
     at = y_ptr + rows.to(tl.int64)[:, None] * stride_y + cols[None, :]
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -131,10 +131,10 @@ def multiply_ring(acc, ring, seen, steps, NEXT: gl.constexpr, STAGES: gl.constex
 @gluon.jit
 def scaled_consumer(
     which: gl.constexpr, y_desc, ring, operands, M, N, K,
-    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr,
-    NEXT_KIND: gl.constexpr, ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr,
-    RANK: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    PROGRAMS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
+    KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr, NEXT_KIND: gl.constexpr,
+    ROUND: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, PTX: gl.constexpr, RANK: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, PROGRAMS: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):
     """A warpgroup, or two, that multiplies and writes."""
     x_ring, y_ring, turn = ring[0], ring[2], ring[5]
@@ -161,9 +161,8 @@ def scaled_consumer(
         acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
         acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
         if mine:
-            y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr,
-                                   low_w_ptr, rows, cols, M, N, HAS_BIAS, 1.0, ACTIVATION, NEXT,
-                                   NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
+            y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
+                                   rows, cols, M, N, HAS_BIAS, 1.0, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
             write_tile(y, y_desc, y_ring.index(which), row, col)
     tma.store_wait(0)
 
