@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import mmqc
-from benchmarks.peers import again, drawn, held_out, questions
+from benchmarks.peers import drawn
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, verdict
 from benchmarks.peers.export import calibration_of, export, unchanged
@@ -179,13 +179,20 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 The same rows on four other draws of 64 batches, which nobody had looked at when the rows were chosen; intervals are of a bootstrap
 over draws and questions (`python -m benchmarks.peers.draws`):
 
-{drawn.lines(drawn.read()["runs"])}
+{drawn.of_draws(drawn.read(drawn.OF_DRAWS)["runs"])}
 
-{questions.text(drawn.read(questions.RESULTS))}
+{drawn.of_questions(drawn.read(drawn.OF_QUESTIONS))}
 
 So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
 ("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
-many. Errors of layers do not say so: {held_out.text(drawn.read(held_out.RESULTS))}
+many. Errors of layers do not say so: {drawn.of_errors(drawn.read(drawn.OF_ERRORS))}
+
+An interval over questions of one model takes that model's rounding errors as they fell. A decoder computes the same whatever the
+order of its channels is, while groups and the sweep over columns follow it: another order is another draw of all rounding errors,
+and neither side sees which one it has. Digits with its channels in other orders, both sides measured anew, intervals of a bootstrap
+over orders and questions, and how many orders mmqc's mean is less in (`python -m benchmarks.peers.orders`):
+
+{drawn.of_orders(drawn.read(drawn.OF_ORDERS))}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
@@ -194,7 +201,7 @@ text counts as much as images, which it does by itself on docs-vqa: a prompt the
 
 {spread(found["spread"])}
 
-{again.text(found["runs"], drawn.read(again.RESULTS))}
+{drawn.of_again(found["runs"], drawn.read(drawn.OF_AGAIN))}
 
 Peers: {", ".join(pins)}. Not run:
 

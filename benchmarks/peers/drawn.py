@@ -1,24 +1,31 @@
-"""What draws.py and orders.py measured, as tables: differences over draws of calibration or orders of channels, and questions."""
+"""What the scripts beside it have measured once more, as the page says it: draws, orders, questions, errors, another machine."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.cases import CASES, keys, name_of, verdict
+from benchmarks.peers.cases import CASES, Case, keys, name_of, verdict
 from examples.studies.study import table
+from mmqc.samples.scoring import bootstrap
 
-RESULTS = Path(__file__).resolve().parents[1] / "results/peer_draws.json"
-RESULTS_OF_ORDERS = RESULTS.with_name("peer_orders.json")
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+OF_DRAWS, OF_ORDERS, OF_QUESTIONS, OF_ERRORS, OF_AGAIN = (
+    RESULTS / f"peer_{what}.json" for what in ("draws", "orders", "questions", "held_out", "again")
+)
+KINDS = {"nll": 4, "kl": 5}  # and their digits
+LOST = 0.1  # a KL from which on the answer is another one, or nearly
+ERRORS = "errors over the peer's: on the batches read, on others"
 DRAWS = (1, 2, 3, 4)  # the page's own is 0
 ORDERS = (1, 2, 3, 4, 5, 6, 7, 8)  # of channels; the page's own is 0
 TIMES = 10_000
 
 
-def read(path: Path = RESULTS) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """What is on file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
@@ -34,7 +41,7 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
     return float(differences.mean()), float(low), float(high)
 
 
-def lines(runs: dict[str, Any]) -> str:
+def of_draws(runs: dict[str, Any]) -> str:
     """The table of what is on file of both sides."""
     found = []
     for case in CASES:
@@ -43,7 +50,7 @@ def lines(runs: dict[str, Any]) -> str:
         if not both:
             continue
         cells, said = [], []
-        for kind, digits in (("nll", 4), ("kl", 5)):
+        for kind, digits in KINDS.items():
             a, b = (np.array([side[kind] for side in sides]) for sides in zip(*both, strict=True))
             mean, low, high = interval(a - b)
             cells += [
@@ -63,7 +70,7 @@ def of_orders(found: dict[str, Any]) -> str:
         if (one := found.get("rows", {}).get(" ".join(keys(case)))) is None:
             continue
         cells = []
-        for kind, digits in (("nll", 4), ("kl", 5)):
+        for kind, digits in KINDS.items():
             row = one[kind]
             mean, low, high = row["difference"]
             less = sum(a < b for a, b in zip(row["mmqc"], row["peer"], strict=True))
@@ -90,3 +97,89 @@ def of_orders(found: dict[str, Any]) -> str:
     )
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
     return f"{counts} of {len(said)} intervals:\n\n{table(head, lines)}"
+
+
+def row(run: dict[str, list[float]], peer: dict[str, list[float]]) -> dict[str, Any]:
+    """Means, differences to the peer with their intervals, and verdicts."""
+    found = {}
+    for kind in KINDS:
+        difference = bootstrap(np.subtract(run[kind], peer[kind]))
+        found[kind] = {
+            "mean": float(f"{np.mean(run[kind]):.4g}"),
+            "difference": [float(f"{v:.3g}") for v in (difference.mean, difference.low, difference.high)],
+            "mmqc is": verdict(difference.low, difference.high),
+        }
+    return found
+
+
+def of_case(case: Case, runs: dict[str, Any]) -> dict[str, Any] | None:
+    """A row of what is on file of both sides."""
+    ours, theirs = (runs.get(key) for key in keys(case))
+    return None if ours is None or theirs is None else row(ours, theirs)
+
+
+def of_again(first: dict[str, Any], again: dict[str, Any]) -> str:
+    """What stays, and the rows in which a verdict is another one."""
+    changed, said, alike, count = [], [], Counter[str](), Counter[str]()
+    for case in CASES:
+        name = " ".join(keys(case))
+        then, now = of_case(case, first), again.get("rows", {}).get(name)
+        if then is None or now is None:
+            continue
+        count[case.ours] += 1
+        alike[case.ours] += all(abs(then[kind]["mean"] - now[kind]["mean"]) <= 1e-3 * abs(then[kind]["mean"]) for kind in KINDS)
+        said += [now[kind]["mmqc is"] for kind in KINDS]
+        for kind, digits in KINDS.items():
+            a, b = then[kind], now[kind]
+            if a["mmqc is"] != b["mmqc is"]:
+                means = [f"{side['mean']:.{digits}f}" for side in (a, b)]
+                words = [side["mmqc is"] for side in (a, b)]
+                changed.append((case.form, name_of(case.sample), case.ours, kind.upper(), *means, *words))
+    head = ("form", "sample", "mmqc", "", "then", "again", "then mmqc was", "and is")
+    stamp = ", ".join(f"{key} {value}" for key, value in again.get("about", {}).items())
+    same = ", ".join(f"{alike[ours]} of {number} of {ours}" for ours, number in count.items())
+    return f"""mmqc's side of {count.total()} rows was measured again on another machine ({stamp}). NLL and KL are the same to
+three digits in {same}: codes follow the order of sums. {said.count("worse")} of {len(said)} intervals say worse there,
+{said.count("better")} better. Verdicts that are others:
+
+{table(head, changed)}"""
+
+
+def of_questions(found: dict[str, Any]) -> str:
+    """The table, and how often mmqc is what."""
+    lines, said = [], []
+    for case in CASES:
+        if (one := found.get("rows", {}).get(" ".join(keys(case)))) is None:
+            continue
+        cells = []
+        for kind, digits in KINDS.items():
+            (mean, low, high), verdict = one[kind]["difference"], one[kind]["mmqc is"]
+            cells += [f"{one[kind]['mean']:.{digits}f} / {one['peer'][kind]:.{digits}f}",
+                      f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"]  # fmt: skip
+            said.append(verdict)
+        sides = [one["spread of KL"][side] for side in ("mmqc", "peer")]
+        cells.append(" / ".join(f"{side['median']:.1e}" for side in sides))
+        cells.append(" / ".join(f"{side['share of few']:.0%}" for side in sides))
+        cells.append(" / ".join(of_kinds(side["lost, by kind"]) for side in sides))
+        lines.append((case.form, case.ours, *cells, *said[-2:]))
+    head = ("form", "mmqc and peer", "NLL", "difference", "KL", "difference", "median KL", "in 1 % of questions",
+            f"KL over {LOST}: questions by kind", "by NLL mmqc is", "by KL")  # fmt: skip
+    counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
+    return f"""Digits, {len(lines)} rows, {found.get("questions", 0):,} questions behind those of the page ({counts} of {len(said)}
+intervals; `python -m benchmarks.peers.questions`):
+
+{table(head, lines)}"""
+
+
+def of_kinds(lost: dict[str, int]) -> str:
+    """In words."""
+    return ", ".join(f"{number} {kind}" for kind, number in lost.items()) or "0"
+
+
+def of_errors(found: dict[str, Any]) -> str:
+    """A sentence for each sample."""
+    return " ".join(
+        f"on {name} the error of a linear's output is {row['mmqc'][0]:.2f} of the peer's on the batches that were read, and "
+        f"{row['mmqc'][1]:.2f} on others (geometric mean, GPTQ in 2 bits, `python -m benchmarks.peers.held_out`)."
+        for name, row in found.get(ERRORS, {}).items()
+    )

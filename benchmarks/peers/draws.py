@@ -19,7 +19,7 @@ import torch
 from benchmarks.peers import compare
 from benchmarks.peers.cases import CASES, Case, keys, name_of
 from benchmarks.peers.compare import CALIBRATION, QUESTIONS, ROOT, SIDES, ours, rows, theirs, worse
-from benchmarks.peers.drawn import DRAWS, RESULTS, read
+from benchmarks.peers.drawn import DRAWS, OF_DRAWS, read
 from benchmarks.peers.export import export
 from examples.studies.study import about
 
@@ -43,16 +43,16 @@ def main() -> None:
             data = options.data / str(draw)
             for library, key in zip(SIDES, keys(case), strict=True):
                 name = f"{key} draw {draw}"
-                if library not in options.sides or name in read().get("runs", {}):
+                if library not in options.sides or name in read(OF_DRAWS).get("runs", {}):
                     continue
                 export(case.sample, data / case.sample, CALIBRATION, QUESTIONS, draw)
                 run = ours(case, data, draw=draw) if library == "mmqc" else theirs(case, data, options.environments)
-                found = read()  # the other side's may be measured at the same time
+                found = read(OF_DRAWS)  # the other side's may be measured at the same time
                 found.setdefault("runs", {})[name] = {
                     kind: [float(f"{value:.4g}") for value in values] for kind, values in run.items()
                 }
                 found |= about("python -m benchmarks.peers.draws")
-                RESULTS.write_text(json.dumps(found) + "\n")
+                OF_DRAWS.write_text(json.dumps(found) + "\n")
                 print(name, {kind: round(float(np.mean(values)), 5) for kind, values in run.items()}, flush=True)
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,19 +21,15 @@ from torch import Tensor, nn
 
 import mmqc
 from benchmarks.peers.cases import RECIPES
-from benchmarks.peers.drawn import read
+from benchmarks.peers.drawn import ERRORS, OF_ERRORS, read
 from benchmarks.peers.export import calibration_of
+from benchmarks.peers.spread import as_the_peer
 from examples.studies.study import about
 from mmqc.solvers import Quantized, gptq
-
-RESULTS = Path(__file__).resolve().parents[1] / "results/peer_held_out.json"
-ERRORS = "errors over the peer's: on the batches read, on others"
 
 
 def ways() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """GPTQ as it is, in part, and as the peer has it."""
-    from benchmarks.peers.spread import as_the_peer  # which imports the page, and that this file
-
     without = lambda: patch.object(gptq, "ROUNDS", 0)  # noqa: E731
     return {"mmqc": nullcontext, "mmqc without descent": without, "the peer's": as_the_peer}
 
@@ -88,15 +83,6 @@ def ratios(name: str, group: int) -> dict[str, list[float]]:
     return {way: [round(float(r), 4) for r in np.exp((log - logs["the peer's"]).mean(0))] for way, log in logs.items()}
 
 
-def text(found: dict[str, Any]) -> str:
-    """A sentence for each sample."""
-    return " ".join(
-        f"on {name} the error of a linear's output is {row['mmqc'][0]:.2f} of the peer's on the batches that were read, and "
-        f"{row['mmqc'][1]:.2f} on others (geometric mean, GPTQ in 2 bits, `python -m benchmarks.peers.held_out`)."
-        for name, row in found.get(ERRORS, {}).items()
-    )
-
-
 def main() -> None:
     """Measure one sample, and keep the others' figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,11 +90,11 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = read(RESULTS) | about("python -m benchmarks.peers.held_out")
+    found = read(OF_ERRORS) | about("python -m benchmarks.peers.held_out")
     row = ratios(options.sample, options.group)
     found.setdefault(ERRORS, {})[f"{options.sample} g{options.group}"] = row
     print(row)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    OF_ERRORS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers import compare
-from benchmarks.peers.again import KINDS
 from benchmarks.peers.cases import Case, keys, verdict
-from benchmarks.peers.drawn import ORDERS, RESULTS_OF_ORDERS, interval, read
+from benchmarks.peers.drawn import KINDS, LOST, OF_ORDERS, ORDERS, interval, read
 from benchmarks.peers.export import export
-from benchmarks.peers.questions import LOST, SAMPLE, chosen
+from benchmarks.peers.questions import SAMPLE, chosen
 from examples.studies.study import about
 
 ASKED = 750  # questions
@@ -101,9 +100,9 @@ def write(case: Case, data: Path) -> None:
     numbers = [n for n in ORDERS if all(path(data, key, n).exists() for key in keys(case))]
     if numbers:
         sides = [[json.loads(path(data, key, n).read_text()) for n in numbers] for key in keys(case)]
-        found = read(RESULTS_OF_ORDERS) | about("python -m benchmarks.peers.orders") | {"sample": SAMPLE, "questions": ASKED}
+        found = read(OF_ORDERS) | about("python -m benchmarks.peers.orders") | {"sample": SAMPLE, "questions": ASKED}
         found.setdefault("rows", {})[" ".join(keys(case))] = {"orders": numbers} | summary(*sides)
-        RESULTS_OF_ORDERS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        OF_ORDERS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -18,15 +18,13 @@ import numpy as np
 import torch
 
 import mmqc
-from benchmarks.peers.again import KINDS, row
+from benchmarks.peers import compare
 from benchmarks.peers.cases import CASES, Case, keys
-from benchmarks.peers.drawn import read
-from examples.studies.study import about, table
+from benchmarks.peers.drawn import KINDS, LOST, OF_QUESTIONS, read, row
+from examples.studies.study import about
 
-RESULTS = Path(__file__).resolve().parents[1] / "results/peer_questions.json"
 SAMPLE, MORE = "digits-vqa", 3000
 FEW = 0.01  # of the questions, those with the largest KL
-LOST = 0.1  # a KL from which on the answer is another one, or nearly
 
 
 def chosen() -> list[Case]:
@@ -52,41 +50,8 @@ def summary(ours: dict[str, list[float]], theirs: dict[str, list[float]], kinds:
     return row(ours, theirs) | {"spread of KL": spread, "peer": {kind: float(f"{np.mean(theirs[kind]):.4g}") for kind in KINDS}}
 
 
-def text(found: dict[str, Any]) -> str:
-    """The table, and how often mmqc is what."""
-    lines, said = [], []
-    for case in CASES:
-        if (one := found["rows"].get(" ".join(keys(case)))) is None:
-            continue
-        cells = []
-        for kind, digits in KINDS.items():
-            (mean, low, high), verdict = one[kind]["difference"], one[kind]["mmqc is"]
-            cells += [f"{one[kind]['mean']:.{digits}f} / {one['peer'][kind]:.{digits}f}",
-                      f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"]  # fmt: skip
-            said.append(verdict)
-        sides = [one["spread of KL"][side] for side in ("mmqc", "peer")]
-        cells.append(" / ".join(f"{side['median']:.1e}" for side in sides))
-        cells.append(" / ".join(f"{side['share of few']:.0%}" for side in sides))
-        cells.append(" / ".join(of_kinds(side["lost, by kind"]) for side in sides))
-        lines.append((case.form, case.ours, *cells, *said[-2:]))
-    head = ("form", "mmqc and peer", "NLL", "difference", "KL", "difference", "median KL", "in 1 % of questions",
-            f"KL over {LOST}: questions by kind", "by NLL mmqc is", "by KL")  # fmt: skip
-    counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
-    return f"""Digits, {len(lines)} rows, {found.get("questions", 0):,} questions behind those of the page ({counts} of {len(said)}
-intervals; `python -m benchmarks.peers.questions`):
-
-{table(head, lines)}"""
-
-
-def of_kinds(lost: dict[str, int]) -> str:
-    """In words."""
-    return ", ".join(f"{number} {kind}" for kind, number in lost.items()) or "0"
-
-
 def main() -> None:
     """Measure what is not in ``data``, and write of both sides what is there."""
-    from benchmarks.peers import compare
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=compare.SIDES, default=compare.SIDES)
     parser.add_argument("--data", type=Path, default=compare.ROOT / "build/peers/questions")
@@ -108,9 +73,9 @@ def main() -> None:
             sides = [json.loads(path.read_text()) for path in paths]
             asked = mmqc.samples.load(SAMPLE).questions(compare.QUESTIONS + MORE)[compare.QUESTIONS :]
             behind = [{kind: side[kind][compare.QUESTIONS :] for kind in KINDS} for side in sides]
-            found = read(RESULTS) | about("python -m benchmarks.peers.questions") | {"questions": MORE}
+            found = read(OF_QUESTIONS) | about("python -m benchmarks.peers.questions") | {"questions": MORE}
             found.setdefault("rows", {})[" ".join(keys(case))] = summary(*behind, [question.kind for question in asked])
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            OF_QUESTIONS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
 import mmqc
-from benchmarks.peers import again, compare, drawn, held_out, orders, questions
+from benchmarks.peers import compare, drawn, held_out, orders, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -89,8 +89,8 @@ def test_again__tells_the_verdicts_that_another_machine_changes() -> None:
     for case, then, now in zip(cases, (0.02, 0.02), (0.02, 0.5), strict=True):
         ours, theirs = compare.keys(case)
         first |= {ours: {"nll": [then] * 30, "kl": [0.01] * 30}, theirs: peer}
-        rows[f"{ours} {theirs}"] = again.row({"nll": [now] * 30, "kl": [0.01] * 30}, peer)
-    said = again.text(first, {"about": {"commit": "abc"}, "rows": rows})
+        rows[f"{ours} {theirs}"] = drawn.row({"nll": [now] * 30, "kl": [0.01] * 30}, peer)
+    said = drawn.of_again(first, {"about": {"commit": "abc"}, "rows": rows})
     assert "side of 2 rows" in said
     assert f"1 of 2 of {cases[0].ours}: codes" in said
     assert "1 of 4 intervals say worse" in said
@@ -104,7 +104,7 @@ def test_questions__tell_what_few_of_them_hold() -> None:
     case = questions.chosen()[0]
     one = questions.summary(few, {"nll": [0.02] * 100, "kl": [2e-6] * 100}, ["row"] * 99 + ["count"])
     assert one["spread of KL"]["mmqc"] == {"share of few": 1.0, "median": 1e-6, "lost, by kind": {"count": 1}}
-    said = questions.text({"questions": 100, "rows": {" ".join(compare.keys(case)): one}})
+    said = drawn.of_questions({"questions": 100, "rows": {" ".join(compare.keys(case)): one}})
     assert "1 rows, 100 questions behind those of the page (0 better, 2 tie, 0 worse of 2" in said
     assert "| 1.0e-06 / 2.0e-06 | 100% / 1% | 1 count / 0 | tie | tie |" in said
 
