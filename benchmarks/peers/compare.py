@@ -194,9 +194,9 @@ over orders and questions, and how many orders mmqc's mean is less in (`python -
 
 {drawn.of_orders(drawn.read(drawn.OF_ORDERS))}
 
-So what mmqc loses at W2 g32 sym is the luck of one order. At W2 g64 and W2 g32 asym by GPTQ, and at W3 by AWQ, its mean KL is about
-twice the peer's in seven or eight of eight orders: too regular for luck, and still three questions of 750, which intervals that draw
-questions as well do not tell from a tie.
+So what mmqc loses at W2 g32 sym is the luck of one order. At W2 g64 and W2 g32 asym by GPTQ, and at W3 by AWQ, its mean KL is
+about twice the peer's in seven or eight of eight orders: too regular for luck, and still three questions of 750, which intervals
+that draw questions as well do not tell from a tie.
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
