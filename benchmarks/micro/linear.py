@@ -46,7 +46,7 @@ SHAPES = {  # name: (N, K)
     "lm.qkv": (4608, 3584),
     "lm.o": (3584, 3584),
     "lm.gate_up": (37888, 3584),
-    "lm.gate": (18944, 3584),  # above 64 rows gate and up are products of their own
+    "lm.gate": (18944, 3584),  # above 64 rows gate and up of packed weights are products of their own
     "lm.down": (3584, 18944),
     "vit.qkv": (3840, 1280),
     "vit.proj": (1280, 1280),
