@@ -108,11 +108,10 @@ def rows(runs: dict[str, Any]) -> list[tuple[str, ...]]:
         if a is None or b is None:
             continue
         cells, said = [], []
-        for kind, digits in (("nll", 4), ("kl", 5)):
-            difference = bootstrap(np.subtract(a[kind], b[kind]))
-            cells.append(f"{np.mean(a[kind]):.{digits}f} / {np.mean(b[kind]):.{digits}f}")
-            cells.append(f"{difference.mean:+.{digits}f} [{difference.low:+.{digits}f}, {difference.high:+.{digits}f}]")
-            said.append(verdict(difference.low, difference.high))
+        for kind, digits in drawn.KINDS.items():
+            found = bootstrap(np.subtract(a[kind], b[kind]))
+            cells += drawn.cells_of(np.mean(a[kind]), np.mean(b[kind]), (found.mean, found.low, found.high), digits)
+            said.append(verdict(found.low, found.high))
         made.append((case.form, name_of(case.sample), case.ours, case.peer.removeprefix("data_free "), *cells, *said))
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,19 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
     return float(differences.mean()), float(low), float(high)
 
 
+def on_file(found: dict[str, Any]) -> Iterator[tuple[Case, Any]]:
+    """Cases, and their rows."""
+    for case in CASES:
+        if (one := found.get("rows", {}).get(" ".join(keys(case)))) is not None:
+            yield case, one
+
+
+def cells_of(a: float, b: float, difference: Sequence[float], digits: int) -> list[str]:
+    """Both means, and their difference with its interval."""
+    mean, low, high = difference
+    return [f"{a:.{digits}f} / {b:.{digits}f}", f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"]
+
+
 def of_draws(runs: dict[str, Any]) -> str:
     """The table of what is on file of both sides."""
     found = []
@@ -52,12 +66,9 @@ def of_draws(runs: dict[str, Any]) -> str:
         cells, said = [], []
         for kind, digits in KINDS.items():
             a, b = (np.array([side[kind] for side in sides]) for sides in zip(*both, strict=True))
-            mean, low, high = interval(a - b)
-            cells += [
-                f"{a.mean():.{digits}f} / {b.mean():.{digits}f}",
-                f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]",
-            ]
-            said.append(verdict(low, high))
+            difference = interval(a - b)
+            cells += cells_of(a.mean(), b.mean(), difference, digits)
+            said.append(verdict(*difference[1:]))
         found.append((case.form, name_of(case.sample), case.ours, str(len(both)), *cells, *said))
     head = ("form", "sample", "mmqc and peer", "draws", "NLL", "difference", "KL", "difference", "by NLL mmqc is", "by KL")
     return table(head, found)
@@ -66,35 +77,18 @@ def of_draws(runs: dict[str, Any]) -> str:
 def of_orders(found: dict[str, Any]) -> str:
     """The table of what orders.py has on file, and how often mmqc is what."""
     lines, said = [], []
-    for case in CASES:
-        if (one := found.get("rows", {}).get(" ".join(keys(case)))) is None:
-            continue
+    for case, one in on_file(found):
         cells = []
         for kind, digits in KINDS.items():
             row = one[kind]
-            mean, low, high = row["difference"]
             less = sum(a < b for a, b in zip(row["mmqc"], row["peer"], strict=True))
-            cells += [
-                f"{np.mean(row['mmqc']):.{digits}f} / {np.mean(row['peer']):.{digits}f}",
-                f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]",
-                f"{less} of {len(row['mmqc'])}",
-            ]
+            cells += cells_of(np.mean(row["mmqc"]), np.mean(row["peer"]), row["difference"], digits)
+            cells.append(f"{less} of {len(row['mmqc'])}")
             said.append(row["mmqc is"])
         spread = " / ".join(f"{min(one['kl'][side]):.4f} to {max(one['kl'][side]):.4f}" for side in ("mmqc", "peer"))
         lines.append((case.form, case.ours, *cells, spread, *said[-2:]))
-    head = (
-        "form",
-        "mmqc and peer",
-        "NLL",
-        "difference",
-        "less",
-        "KL",
-        "difference",
-        "less",
-        "KL of the orders",
-        "by NLL mmqc is",
-        "by KL",
-    )
+    head = ("form", "mmqc and peer", "NLL", "difference", "less", "KL", "difference", "less", "KL of the orders",
+            "by NLL mmqc is", "by KL")  # fmt: skip
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
     return f"{counts} of {len(said)} intervals:\n\n{table(head, lines)}"
 
@@ -148,15 +142,11 @@ three digits in {same}: codes follow the order of sums. {said.count("worse")} of
 def of_questions(found: dict[str, Any]) -> str:
     """The table, and how often mmqc is what."""
     lines, said = [], []
-    for case in CASES:
-        if (one := found.get("rows", {}).get(" ".join(keys(case)))) is None:
-            continue
+    for case, one in on_file(found):
         cells = []
         for kind, digits in KINDS.items():
-            (mean, low, high), verdict = one[kind]["difference"], one[kind]["mmqc is"]
-            cells += [f"{one[kind]['mean']:.{digits}f} / {one['peer'][kind]:.{digits}f}",
-                      f"{mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"]  # fmt: skip
-            said.append(verdict)
+            cells += cells_of(one[kind]["mean"], one["peer"][kind], one[kind]["difference"], digits)
+            said.append(one[kind]["mmqc is"])
         sides = [one["spread of KL"][side] for side in ("mmqc", "peer")]
         cells.append(" / ".join(f"{side['median']:.1e}" for side in sides))
         cells.append(" / ".join(f"{side['share of few']:.0%}" for side in sides))

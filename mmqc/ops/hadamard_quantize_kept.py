@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from mmqc.ops import hadamard, hadamard_quantize, quantize
 from mmqc.ops.define import define
 
+MOST = 32  # channels that kernels keep
+
 
 def check(x: Tensor, up: Tensor | None, kept: Tensor) -> None:
     """Raise unless the operands fit each other."""

@@ -25,9 +25,8 @@ from torch import Tensor, fx
 from mmqc.graph.kinds import kind
 from mmqc.graph.program import Miss, Program, copy_meta
 from mmqc.graph.runner import Pass
+from mmqc.ops import hadamard_quantize_kept
 from mmqc.passes.share_quantize import PER_TOKEN
-
-MOST_KEPT = 32  # channels
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,9 @@ def kept_of(transform: fx.Node, quantize: fx.Node) -> fx.Node | None:
     if not isinstance(x, Tensor) or not isinstance(few, Tensor) or axis not in (-1, x.dim() - 1):
         return None
     known = others[0] > quantize and (channels.op == "get_attr" or channels < quantize)  # type: ignore[operator, union-attr]
-    return others[0] if known and few.dim() == 1 and isinstance(few.shape[0], int) and few.shape[0] <= MOST_KEPT else None
+    if not known or few.dtype != torch.int64 or few.dim() != 1 or not isinstance(few.shape[0], int):
+        return None
+    return others[0] if few.shape[0] <= hadamard_quantize_kept.MOST else None
 
 
 def gated(x: fx.Node) -> tuple[fx.Node, fx.Node | None]:

@@ -112,7 +112,7 @@ def test_epilogue__equals_the_other_kernel(activation, codes, name) -> None:
     assert float((off > 0).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("name", [None, "two, cut", "two of half", "one", "one tall"])
+@pytest.mark.parametrize("name", [None, "two, cut", "two of half", "two wide", "one", "one tall"])
 @pytest.mark.parametrize("codes", [False, True])
 @pytest.mark.parametrize("activation", ["none", "silu", "gelu_tanh"])
 def test_gated__equals_the_other_kernel(activation, codes, name) -> None:

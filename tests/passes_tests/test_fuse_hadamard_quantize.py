@@ -7,7 +7,7 @@ import torch
 from fusion_cases import Gated, compile_and_compare, linear
 from torch.nn import functional as F
 
-from mmqc.passes import fuse_hadamard_quantize
+from mmqc.ops import hadamard_quantize_kept
 
 
 @pytest.mark.parametrize("act", [F.silu, F.gelu])
@@ -35,13 +35,13 @@ def test_fuse_hadamard_quantize__a_few_channels_through_inductor() -> None:
     assert difference.abs().max() <= 127 * 0.05 + 1e-3, "a code or two may fall on the other side"
 
 
-@pytest.mark.parametrize("axis", [0, -2])
-def test_fuse_hadamard_quantize__hadamard_of_which_rows_are_read(axis: int, without_inductor: None) -> None:
+@pytest.mark.parametrize(("axis", "index"), [(0, torch.int64), (-2, torch.int64), (-1, torch.int32)])
+def test_fuse_hadamard_quantize__hadamard_that_is_read_otherwise(axis: int, index: torch.dtype, without_inductor: None) -> None:
     class Rows(Gated):
         def forward(self, x: torch.Tensor) -> Any:
             y = self.down.rotated(x)
             codes = torch.ops.mmqc.quantize(y, self.down.input_scale, None, 8)
-            return codes, y.index_select(axis, torch.tensor([1, 0]))
+            return codes, y.index_select(axis, torch.tensor([1, 0], dtype=index))
 
     _, misses = compile_and_compare(Rows(linear(8, hadamard=True)), torch.randn(2, 3, 32))
     assert "2 operations read" in misses["fuse_hadamard_quantize"][0]
@@ -50,7 +50,7 @@ def test_fuse_hadamard_quantize__hadamard_of_which_rows_are_read(axis: int, with
 def test_fuse_hadamard_quantize__hadamard_that_something_else_reads(
     without_inductor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fuse_hadamard_quantize, "MOST_KEPT", 1)
+    monkeypatch.setattr(hadamard_quantize_kept, "MOST", 1)
     ops, misses = compile_and_compare(Gated(with_outliers(2)), torch.randn(2, 3, 32))
     assert ops == {"hadamard": 1, "quantize": 1, "scaled_matmul_epilogue": 1}
     assert "2 operations read" in misses["fuse_hadamard_quantize"][0]

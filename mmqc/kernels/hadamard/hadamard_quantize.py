@@ -25,7 +25,7 @@ from torch import Tensor
 from mmqc.kernels.hadamard import hadamard_wgmma, silu_multiply
 from mmqc.kernels.hadamard.hadamard_plan import HadamardPlan, Matrices, best_tiling, outer_factor, shared_need
 from mmqc.kernels.hadamard.hadamard_slices import COLUMNS, few, hadamard_slices_kernel, slices
-from mmqc.kernels.hadamard.hadamard_tiles import MOST_KEPT, STATIC, Kept, Written, kept_channels, store_kept, write_tiles
+from mmqc.kernels.hadamard.hadamard_tiles import STATIC, Kept, Written, kept_channels, store_kept, write_tiles
 from mmqc.kernels.rows import quantize
 from mmqc.kernels.shared.activation_tiles import input_tile
 from mmqc.kernels.shared.device_facts import (
@@ -42,6 +42,7 @@ from mmqc.kernels.shared.early_start import await_inputs, starts_early
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.plan import New, Plan, Refusal, first_reason, rows_like
 from mmqc.kernels.shared.row_scale import RowScale, row_scale_tile
+from mmqc.ops import hadamard_quantize_kept
 
 DTYPES = (torch.float16, torch.bfloat16, *((torch.float32,) if INTERPRETED else ()))
 CODES = (None, torch.int8, torch.float8_e4m3fn)
@@ -159,8 +160,8 @@ def plan_kept(
 ) -> Plan[tuple[Tensor, Tensor]] | Refusal:
     """The same with ``kept`` channels [r] of y beside its codes."""
     reason = why_not(x, up, bits, code)
-    if reason is None and not (len(kept.shape) == 1 and kept.dtype == torch.int64 and kept.shape[0] <= MOST_KEPT):
-        reason = f"up to {MOST_KEPT} channels are kept, an int64 vector, not {kept.dtype} {list(kept.shape)}"
+    if reason is None and not (len(kept.shape) == 1 and kept.dtype == torch.int64 and kept.shape[0] <= hadamard_quantize_kept.MOST):
+        reason = f"up to {hadamard_quantize_kept.MOST} channels are kept, an int64 vector, not {kept.dtype} {list(kept.shape)}"
     found = Refusal(reason) if reason else matrices(x.shape[1], x.device, x.dtype)
     if isinstance(found, Refusal):
         return found

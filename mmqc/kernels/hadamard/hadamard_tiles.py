@@ -19,7 +19,6 @@ from mmqc.kernels.shared.quantize_codes import NEAR, byte_of, clamped_byte, divi
 from mmqc.kernels.shared.row_scale import ROW, RowScale
 
 LEAST_KEPT = tl.constexpr(16)
-MOST_KEPT = 32
 FLOAT = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 ASYMMETRIC = tl.constexpr(2)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from mmqc.kernels.matmul.gated_matmul_tiles import finish_gated_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import scale_tile
 from mmqc.kernels.shared.row_scale import row_scale_tile
-from mmqc.kernels.warpgroup.pingpong_tiles import count_items, find_item, make_ring, meet, multiply_ring, write_tile
+from mmqc.kernels.warpgroup.pingpong_tiles import count_items, find_item, make_ring, sum_item, write_tile
 
 
 @gluon.jit
@@ -65,36 +65,28 @@ def gated_consumer(
     STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):
     """A warpgroup, or two, that multiplies and writes."""
-    y_ring, turn = ring[2], ring[5]
     (x_scale_ptr, row_ptr, w_scale_ptr, w_scale1_ptr, bias_ptr, bias1_ptr, next_scale_ptr, next_row_ptr, part_ptr,
      counter_ptr) = operands
-    other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 64, 32])
     rounds, rest, items = count_items(M, N, BLOCK_M, COLUMNS, PROGRAMS, PARTS)
     steps = gl.cdiv(K, BLOCK_K)
     for item in range(which, items, CONSUMERS):
-        row, col, first, last, part, inside = find_item(
-            item, rounds, rest, steps, M, N, BLOCK_M, COLUMNS, GROUP_M, PROGRAMS, PARTS
-        )
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+        place = find_item(item, rounds, rest, steps, M, N, BLOCK_M, COLUMNS, GROUP_M, PROGRAMS, PARTS)
+        rows = place[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        cols = place[1] + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)  # arrives under the products
         acc = gl.zeros((BLOCK_M, 2 * COLUMNS), gl.int32, wide)
-        if CONSUMERS == 2:
-            mbarrier.wait(turn.index(which), ((item // 2) & 1) ^ (1 - which))
-        acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
-        acc, mine = meet(
-            acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, 2 * COLUMNS, WARPS
-        )
+        acc, mine = sum_item(acc, ring, which, item, place, rounds, rest, steps, part_ptr, counter_ptr, BLOCK_M, 2 * COLUMNS,
+                             PARTS, STAGES, WARPS, CONSUMERS)
         if mine:
             g, u = halves_of(acc, layout, BLOCK_M, COLUMNS)
             g = scale_tile(g, s_x, w_scale_ptr, bias_ptr, cols, cols < N, HAS_BIAS, 1.0)
             u = scale_tile(u, s_x, w_scale1_ptr, bias1_ptr, cols, cols < N, HAS_BIAS, 1.0)
             y = finish_gated_tile(g, u, next_scale_ptr, next_row_ptr, rows, rows < M, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW,
                                   HIGH, PTX)
-            write_tile(y, y_desc, y_ring.index(which), row, col)
+            write_tile(y, y_desc, ring[2].index(which), place[0], place[1])
     tma.store_wait(0)
 
 

@@ -129,6 +129,20 @@ def multiply_ring(acc, ring, seen, steps, NEXT: gl.constexpr, STAGES: gl.constex
 
 
 @gluon.jit
+def sum_item(
+    acc, ring, which: gl.constexpr, item, place, rounds, rest, steps, part_ptr, counter_ptr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
+):
+    """(The sums of the item at ``place``, which ``find_item`` gave, in this consumer's turn; whether they are whole)."""
+    other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
+    if CONSUMERS == 2:
+        mbarrier.wait(ring[5].index(which), ((item // 2) & 1) ^ (1 - which))
+    _row, _col, first, last, part, inside = place
+    acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
+    return meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
+
+
+@gluon.jit
 def scaled_consumer(
     which: gl.constexpr, y_desc, ring, operands, M, N, K,
     KIND: gl.constexpr, HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, NEXT: gl.constexpr, NEXT_KIND: gl.constexpr,
@@ -137,11 +151,9 @@ def scaled_consumer(
     PARTS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):
     """A warpgroup, or two, that multiplies and writes."""
-    x_ring, y_ring, turn = ring[0], ring[2], ring[5]
     (x_scale_ptr, row_ptr, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr, part_ptr,
      counter_ptr) = operands
-    integer: gl.constexpr = x_ring.dtype == gl.int8
-    other: gl.constexpr = 1 - which if CONSUMERS == 2 else -1
+    integer: gl.constexpr = ring[0].dtype == gl.int8
     of_z: gl.constexpr = gl.bfloat16 if ROUND == 1 else gl.float16 if ROUND == 2 else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [WARPS, 1], [16, 128 if BLOCK_N == 256 and integer else BLOCK_N, 32]
@@ -149,21 +161,17 @@ def scaled_consumer(
     rounds, rest, items = count_items(M, N, BLOCK_M, BLOCK_N, PROGRAMS, PARTS)
     steps = gl.cdiv(K, BLOCK_K)
     for item in range(which, items, CONSUMERS):
-        row, col, first, last, part, inside = find_item(
-            item, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS
-        )
-        rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-        cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        place = find_item(item, rounds, rest, steps, M, N, BLOCK_M, BLOCK_N, GROUP_M, PROGRAMS, PARTS)
+        rows = place[0] + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        cols = place[1] + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         s_x = row_scale_tile(x_scale_ptr, row_ptr, rows, rows < M, KIND)  # arrives under the products
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.int32 if integer else gl.float32, layout)
-        if CONSUMERS == 2:
-            mbarrier.wait(turn.index(which), ((item // 2) & 1) ^ (1 - which))
-        acc = multiply_ring(acc, ring, item * steps, last - first, other, STAGES)  # items before this one are whole
-        acc, mine = meet(acc, part_ptr, counter_ptr, item == rounds, inside, rest, part, PARTS, BLOCK_M, BLOCK_N, WARPS)
+        acc, mine = sum_item(acc, ring, which, item, place, rounds, rest, steps, part_ptr, counter_ptr, BLOCK_M, BLOCK_N,
+                             PARTS, STAGES, WARPS, CONSUMERS)
         if mine:
             y = finish_scaled_tile(acc, s_x, w_scale_ptr, bias_ptr, next_scale_ptr, next_row_ptr, low_x_ptr, low_w_ptr,
                                    rows, cols, M, N, HAS_BIAS, 1.0, ACTIVATION, NEXT, NEXT_KIND, of_z, LOW, HIGH, PTX, RANK)
-            write_tile(y, y_desc, y_ring.index(which), row, col)
+            write_tile(y, y_desc, ring[2].index(which), place[0], place[1])
     tma.store_wait(0)
 
 

@@ -89,30 +89,25 @@ def assert_product(m: int, n: int, k: int, programs: int, stages: int, warps: in
     assert torch.equal(y, x.float() @ w.float().t())
 
 
-@settings(max_examples=25)
-@given(
-    st.integers(1, 200),
-    st.integers(1, 70),
-    st.integers(1, 90),
-    st.integers(1, 3),
-    st.integers(2, 5),
-    st.sampled_from([4, 8]),
-    st.sampled_from([1, 2, 4]),
+every_size = given(
+    m=st.integers(1, 200),
+    n=st.integers(1, 70),
+    k=st.integers(1, 90),
+    programs=st.integers(1, 3),
+    stages=st.integers(2, 5),
+    warps=st.sampled_from([4, 8]),
+    parts=st.sampled_from([1, 2, 4]),
 )
+
+
+@settings(max_examples=25)
+@every_size
 def test_ring__every_size(m, n, k, programs, stages, warps, parts):
     assert_product(m, n, k, programs, stages, warps, cut(m, n, -(-k // STEP), programs, 16 * warps, parts))
 
 
 @settings(max_examples=15)
-@given(
-    st.integers(1, 200),
-    st.integers(1, 70),
-    st.integers(1, 90),
-    st.integers(1, 3),
-    st.integers(2, 5),
-    st.sampled_from([4, 8]),
-    st.sampled_from([1, 2, 4]),
-)
+@every_size
 def test_ring__gate_and_up_of_every_size(m, n, k, programs, stages, warps, parts):
     x, gate, up = (torch.randint(-8, 8, (rows, k), dtype=torch.int8) for rows in (m, n, n))
     block_m = 16 * warps
