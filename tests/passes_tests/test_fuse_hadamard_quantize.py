@@ -39,9 +39,10 @@ def test_fuse_hadamard_quantize__a_few_channels_through_inductor() -> None:
 def test_fuse_hadamard_quantize__hadamard_that_is_read_otherwise(axis: int, index: torch.dtype, without_inductor: None) -> None:
     class Rows(Gated):
         def forward(self, x: torch.Tensor) -> Any:
+            chosen = torch.tensor([1, 0], dtype=index)
             y = self.down.rotated(x)
             codes = torch.ops.mmqc.quantize(y, self.down.input_scale, None, 8)
-            return codes, y.index_select(axis, torch.tensor([1, 0], dtype=index))
+            return codes, y.index_select(axis, chosen)
 
     _, misses = compile_and_compare(Rows(linear(8, hadamard=True)), torch.randn(2, 3, 32))
     assert "2 operations read" in misses["fuse_hadamard_quantize"][0]
