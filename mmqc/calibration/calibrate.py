@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmqc.calibration.moments import add_second_moment, mirror_
+from mmqc.calibration.moments import add_drift, add_second_moment, mirror_
 from mmqc.config import ActivationSpec, WeightSpec
 from mmqc.errors import MmqcError
 from mmqc.nn.modality import ModalityContext
@@ -104,12 +104,16 @@ class InputStatistics:
         ranges: by modality.
         hessian: the second moment, float64 [K, K]; complete after ``finish``.
         rows: how many rows are in it.
+        drift: Σ a_m (X - Y)_mᵀ Y_m, float64 [K, K], of the same rows Y and what the floating-point model feeds the linear, X.
+        paired: whether there was such an X for each Y.
         row_weights: what a row of each modality counts there, and has to count in any other loss over rows.
     """
 
     ranges: dict[str, Range] = field(default_factory=lambda: {TEXT: Range(), VISUAL: Range(), MIXED: Range()})
     hessian: Tensor | None = None
     rows: int = 0
+    drift: Tensor | None = None
+    paired: bool = False
     row_weights: Mapping[str, float] = field(default_factory=lambda: dict(EQUAL))
 
     def finish(self) -> InputStatistics:
@@ -125,6 +129,12 @@ class InputStatistics:
         for weight, group in weighted(parts, self.row_weights, rows):
             self.hessian = add_second_moment(self.hessian, group, weight)
         self.rows += len(rows)
+
+    def add_drift(self, errors: Mapping[str, Tensor], parts: Mapping[str, Tensor], error: Tensor, rows: Tensor) -> None:
+        """Take X - Y, ``error`` [M, K], of the ``rows`` into the drift; ``errors`` and ``parts`` are the same by modality."""
+        pairs = zip(weighted(errors, self.row_weights, error), weighted(parts, self.row_weights, rows), strict=True)
+        for (weight, difference), (_, group) in pairs:
+            self.drift = add_drift(self.drift, difference, group, weight)
 
     def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
         """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
@@ -184,14 +194,27 @@ def weighted_rows(
 
 
 class Observer:
-    """One linear's statistics, gathered in ``seen``."""
+    """One linear's statistics, gathered in ``seen``.
 
-    def __init__(self, watch: Watch, context: ModalityContext | None) -> None:
+    Args:
+        watch: what to keep.
+        context: tells visual from text rows.
+        paired: ``expect`` is called with the same rows of the floating-point model before ``update``.
+    """
+
+    def __init__(self, watch: Watch, context: ModalityContext | None, paired: bool = False) -> None:
         self.watch, self.context = watch, context
-        self.seen = InputStatistics(row_weights=watch.row_weights)
+        self.seen = InputStatistics(row_weights=watch.row_weights, paired=paired and watch.hessian)
+        self.expected: list[Tensor] = []
+
+    def expect(self, x: Tensor) -> None:
+        """One call's input in the floating-point model; ``update`` is told the same calls in the same order."""
+        if self.seen.paired:
+            self.expected.append(x)
 
     def update(self, x: Tensor) -> None:
         """Take in one call's input, what the weight multiplies."""
+        given = x
         if self.watch.skip is not None:
             x = x.index_fill(-1, self.watch.skip.to(x.device), 0)
         spec = self.watch.spec
@@ -200,3 +223,16 @@ class Observer:
             self.seen.ranges[name].update(rows, spec is not None and spec.observer == "percentile")
         if self.watch.hessian:
             self.seen.add_moment(parts, x.reshape(-1, x.shape[-1]))
+        if self.seen.paired:
+            self._pair(given, parts, x)
+
+    def _pair(self, given: Tensor, parts: Mapping[str, Tensor], x: Tensor) -> None:
+        """Take one call into the drift; rows that are routed may be other tokens' in the other model, and are not compared."""
+        wanted = self.expected.pop(0) if self.expected else None
+        if wanted is None or wanted.shape != x.shape or MIXED in parts:
+            self.seen.paired, self.seen.drift = False, None
+            return
+        wide = torch.promote_types(x.dtype, torch.float32)
+        error = wanted.to(wide) - given.to(wide)
+        errors = by_modality(error, self.watch.language, self.context)
+        self.seen.add_drift(errors, parts, error.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]))

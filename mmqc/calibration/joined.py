@@ -2,7 +2,7 @@
 
 low, high    minimum, maximum        exact
 rows, counts, histograms             exact
-H            Σ over ranks, in their order, of float64 sums: equal to one process's unless a sum rounds (docs/adr/0031)
+H, drift     Σ over ranks, in their order, of float64 sums: equal to one process's unless a sum rounds (docs/adr/0031)
 losses       Σ over ranks of float64 powers: within n 2^-53
 """
 
@@ -23,17 +23,19 @@ def statistics(ranks: Ranks, seen: Mapping[str, InputStatistics], owners: Mappin
     Args:
         ranks: who saw a part of the batches each.
         seen: by this rank; used up.
-        owners: the rank that gets a linear's second moment; the others have None.
+        owners: the rank that gets a linear's second moment and drift; the others have None.
     """
     for one in seen.values():
         for part in one.ranges.values():
             part.settle()
-    known = ranks.collected([{name: (one.ranges, one.rows) for name, one in seen.items()}])
+    known = ranks.collected([{name: (one.ranges, one.rows, one.paired) for name, one in seen.items()}])
+    paired = {name: all(there[name][2] for there in known) for name in seen}
     moments = ranks.summed({name: one.hessian for name, one in seen.items() if one.hessian is not None}, owners)
+    drifts = ranks.summed({name: one.drift for name, one in seen.items() if one.drift is not None and paired[name]}, owners)
     for name, one in seen.items():
         one.ranges = {modality: _range([there[name][0][modality] for there in known]) for modality in one.ranges}
         one.rows = sum(there[name][1] for there in known)
-        one.hessian = moments.pop(name, None)
+        one.hessian, one.drift, one.paired = moments.pop(name, None), drifts.pop(name, None), paired[name]
         one.finish()
     return dict(seen)
 

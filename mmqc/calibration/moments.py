@@ -38,6 +38,25 @@ def add_second_moment(h: Tensor | None, x: Tensor, weight: float = 1.0) -> Tenso
     return h
 
 
+def add_drift(d: Tensor | None, error: Tensor, y: Tensor, weight: float = 1.0) -> Tensor:
+    """``d`` + ``weight`` EᵀY in place, summed as second moments are.
+
+    Args:
+        d: float64 [K, K], or None for zero.
+        error: E = X - Y, float32 or float64 [M, K], X what another model is fed for the rows of Y.
+        y: floating point [M, K].
+        weight: of all rows.
+    """
+    width = y.shape[1]
+    if d is None:
+        d = torch.zeros(width, width, dtype=torch.float64, device=y.device)
+    for left, right in zip(error.split(ROWS), y.to(error.dtype).split(ROWS), strict=True):
+        for start in range(0, width, PANEL):
+            stop = min(start + PANEL, width)
+            d[start:stop].add_(_product(left[:, start:stop], right), alpha=weight)
+    return d
+
+
 def mirror_(h: Tensor) -> Tensor:
     """Fill in the blocks above the diagonal from those below."""
     for start in range(0, len(h), PANEL):

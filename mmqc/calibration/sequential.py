@@ -3,6 +3,8 @@
     unit        a block of a segment (blocks.py), or the linears outside all blocks
     float       every linear is calibrated on what the floating-point model feeds it: one forward a block
     quantized   ... on what the already quantized units in front feed it: two forwards a block, as GPTQ's own code does it
+    asymmetric  ... on that, to give what the floating-point model gives: three forwards a block, one of them in that model, whose
+                inputs go from block to block beside the quantized one's (GPTAQ).  Linears outside all blocks go without
 
 Memory:  the statistics of one block, and the activations between two blocks, in host memory or in files (spool.py).
 Ranks:   each runs its part of the batches; what they saw is put together (joined.py) before a unit is solved.  Of N ranks with
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,7 +35,7 @@ from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
 
-Inputs = Literal["float", "quantized"]
+Inputs = Literal["float", "quantized", "asymmetric"]
 
 
 class Worker(Protocol):
@@ -119,6 +121,8 @@ class Sequential:
     spool: str | None = None
     say: Callable[[str], Any] = print
     ranks: Ranks = ALONE
+    twins: dict[int, Feed] = field(default_factory=dict)  # of segments by their id: what the floating-point model feeds its blocks
+    begun: bool = False
 
     @property
     def used(self) -> Sequence[int]:
@@ -133,10 +137,19 @@ class Sequential:
         Raises:
             NotStreamableError: a batch calls a list's blocks differently from the recorded ones; units in front of it are done.
         """
-        together = [[unit] for unit in layout.units] if self.inputs == "quantized" else [layout.units]
+        together = [layout.units] if self.inputs == "float" else [[unit] for unit in layout.units]
         with closing(Spool(self.spool)) as self.store:
+            self.twins = {} if self.begun or self.inputs != "asymmetric" else self._twins(layout)
+            self.begun = True
             for units in together:
                 self._begin(units, layout)
+
+    def _twins(self, layout: Layout) -> dict[int, Feed]:
+        """Feeds of all segments that are not done, by forwards of the model before anything in it is swapped."""
+        self.say("first inputs")
+        twins = {id(u): self._feed(u) for u in layout.units if isinstance(u, Segment) and not self._done(u)}
+        capture(self.model, list(twins.values()), ((number, self.calls[number]) for number in self.used), None, self.ranks)
+        return twins
 
     def _begin(self, units: Sequence[Segment | Outside], layout: Layout) -> None:
         """Run the forwards that these units start from, then the units."""
@@ -172,8 +185,11 @@ class Sequential:
             return self.worker.finished(unit.linears)
         return all(self.worker.finished(inside) for b in unit.blocks if (inside := self._inside(b.name)))
 
+    def _observers(self, linears: Iterable[str], paired: bool = False) -> dict[str, Observer]:
+        return {f: Observer(self.watches[f], self.context, paired) for f in linears if f in self.watches}
+
     def _observing(self, linears: Iterable[str]) -> Any:
-        return observe(self.model, {f: Observer(self.watches[f], self.context) for f in linears if f in self.watches})
+        return observe(self.model, self._observers(linears))
 
     def _joined(self, linears: Sequence[str], seen: Mapping[str, Observer], first: int = 0) -> dict[str, InputStatistics]:
         """What all ranks saw."""
@@ -236,7 +252,10 @@ class Sequential:
 
     def _repeat(self, number: int, inside: list[str], feed: Feed | None, last: bool) -> None:
         """A block that an earlier run has finished: swap, and run it for the next one's inputs."""
-        after = self.inputs == "quantized"
+        after, twin = self.inputs != "float", None if feed is None else self.twins.get(id(feed.segment))
+        if twin is not None and not last:
+            with self.residency.resident(twin.segment.blocks[number].name):
+                twin.advance(number, dict(self._outputs(twin, number)))
         if inside and after:
             self.worker.restore(inside)
         if feed is not None and not last:
@@ -246,11 +265,15 @@ class Sequential:
             self.worker.restore(inside)
 
     def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
-        after, learns = self.inputs == "quantized", bool(self.worker.learns(inside))
-        new: dict[int, list[Any]] = {}
-        with self._observing(inside) as observers:
-            if observers or learns or not (last or after):
-                new = dict(self._outputs(feed, number, keep=learns or not (last or after)))
+        after, learns = self.inputs != "float", bool(self.worker.learns(inside))
+        twin, new = self.twins.get(id(feed.segment)), {}
+        if twin is not None:
+            observers = self._observers(inside, paired=True)
+            new = dict(self._pairs(twin, feed, number, observers, keep=learns or not last))
+        else:
+            with self._observing(inside) as observers:
+                if observers or learns or not (last or after):
+                    new = dict(self._outputs(feed, number, keep=learns or not (last or after)))
         built = self.worker.solve(inside, self._joined(inside, observers)) if inside else {}
         if learns:
             built = self._learn(feed, number, inside, new)
@@ -258,8 +281,13 @@ class Sequential:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
         self.worker.swap(built, self._losses(meters))
-        if after or last:
+        if twin is not None:
+            if last:
+                twin.drop(new)
+            twin.advance(number, {} if last else new)
+        elif after or last:
             feed.drop(new)
+        if after or last:
             new = {} if last else dict(self._outputs(feed, number))
         feed.advance(number, new)
 
@@ -283,6 +311,18 @@ class Sequential:
         for batch in feed.batches:
             output = feed.call(self.model, number, batch)
             yield batch, feed.outputs(output) if keep else []
+
+    def _pairs(
+        self, twin: Feed, feed: Feed, number: int, observers: Mapping[str, Observer], keep: bool
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """Outputs for the floating-point model's inputs, batch by batch; the observers see both it and the quantized one's."""
+        for batch in twin.batches:
+            with observe(self.model, {fqn: observer.expect for fqn, observer in observers.items()}):
+                output = twin.call(self.model, number, batch)
+            yield batch, twin.outputs(output) if keep else []
+            with observe(self.model, observers):
+                if observers:
+                    feed.call(self.model, number, batch)
 
     def _measuring(self, built: Mapping[str, PackedLinear]) -> Any:
         linears = {name: self.model.get_submodule(name) for name in built}

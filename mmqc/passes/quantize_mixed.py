@@ -52,6 +52,7 @@ class QuantizeMixed(Pass):
     """The fields are those of ``QuantizeWeights``."""
 
     hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
+    aim: Callable[[str, Tensor, Tensor | None], Tensor] = field(default=lambda fqn, weight, hessian: weight, compare=False)
     done: Callable[[str, MixedQuantized, float, float], Any] = field(default=lambda *a: None, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, compare=False)
     name = "quantize_mixed"
@@ -95,7 +96,9 @@ class QuantizeMixed(Pass):
         if key not in self.cache:
             value = prog.value(site.fqn)
             wide = value if value.dtype == torch.float64 else value.float()
-            self.cache[key] = solve(wide, site.parts, site.scheme.weight, self.hessian(site.fqn), name=site.fqn)
+            hessian = self.hessian(site.fqn)
+            aimed = self.aim(site.fqn, wide, hessian)
+            self.cache[key] = solve(aimed, site.parts, site.scheme.weight, hessian, name=site.fqn)
         return self.cache[key]
 
     def replace(self, prog: Program, site: Site, node: fx.Node, stored: Stored) -> None:

@@ -50,11 +50,13 @@ class QuantizeWeights(Pass):
     Attributes:
         hessian: second moment of a linear's inputs by weight FQN, float64 [K, K]; called when its turn comes, and
             used up.
+        aim: what a solver is given of (FQN, weight, hessian): the weight, or one that makes up for the blocks in front of it.
         done: called with (FQN, result, weight error, seconds) after each weight.
         cache: results by FQN and formulas, for weights that several graphs share.
     """
 
     hessian: Callable[[str], Tensor | None] = field(default=lambda fqn: None, compare=False)
+    aim: Callable[[str, Tensor, Tensor | None], Tensor] = field(default=lambda fqn, weight, hessian: weight, compare=False)
     done: Callable[[str, Quantized, float, float], Any] = field(default=lambda *a: None, compare=False)
     cache: dict[Any, Quantized] = field(default_factory=dict, compare=False)
     name = "quantize_weights"
@@ -109,7 +111,9 @@ class QuantizeWeights(Pass):
             spec, value, outliers = site.scheme.weight, prog.value(site.fqn).float(), site.nodes[0].meta.get("outliers")
             if spec.type == "float" and not site.scheme.by_token and not self.has_input_scale(prog, site.fqn):
                 spec = replace(spec, type="int")  # beside floating-point inputs, which float8 codes have no kernel for
-            self.cache[key] = solve(value, spec, self.hessian(site.fqn), skip=outliers, name=site.fqn, overwrite=True)
+            hessian = self.hessian(site.fqn)
+            aimed = self.aim(site.fqn, value, hessian)
+            self.cache[key] = solve(aimed, spec, hessian, skip=outliers, name=site.fqn, overwrite=True)
         return self.cache[key]
 
     def has_input_scale(self, prog: Program, fqn: str) -> bool:

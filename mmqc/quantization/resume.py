@@ -30,7 +30,7 @@ from mmqc.report.whole_file import whole_file, write_text
 from mmqc.solvers import Quantized
 from mmqc.solvers.mixed import MixedQuantized, Part
 
-VERSION = 2
+VERSION = 3
 DIGEST = "content sha256"
 
 
@@ -116,7 +116,7 @@ class Store:
             about["solved"][fqn] = _split_solved(solved, f"solved.{fqn}", tensors)
         for fqn, seen in unit.seen.items():
             ranges = {name: _split(r, f"seen.{fqn}.{name}", tensors) for name, r in seen.ranges.items()}
-            about["seen"][fqn] = {"ranges": ranges, "rows": seen.rows, "row_weights": dict(seen.row_weights)}
+            about["seen"][fqn] = {"ranges": ranges, "rows": seen.rows, "paired": seen.paired, "row_weights": dict(seen.row_weights)}
         about["losses"] = {name: dataclasses.asdict(loss) for name, loss in unit.losses.items()}
         path = self._path(linears, "safetensors")
         with whole_file(path) as rough:
@@ -145,7 +145,7 @@ class Store:
             unit.solved[fqn] = _join_solved(parts, f"solved.{fqn}", tensors)
         for fqn, parts in about["seen"].items():
             ranges = {n: Range(**_join(r, f"seen.{fqn}.{n}", tensors, cpu=True)) for n, r in parts["ranges"].items()}
-            unit.seen[fqn] = InputStatistics(ranges, rows=parts["rows"], row_weights=parts["row_weights"])
+            unit.seen[fqn] = InputStatistics(ranges, rows=parts["rows"], paired=parts["paired"], row_weights=parts["row_weights"])
         unit.losses = {name: Loss(**parts) for name, parts in about["losses"].items()}
         return unit
 

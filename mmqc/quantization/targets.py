@@ -77,16 +77,17 @@ def find_targets(job: Job, rewritten: Rewritten) -> Targets:
             weight, meta = weight_of(node), node.meta
             name = weight.removesuffix(".weight")
             linears[weight] = Target(name, meta["tower"], meta["role"], meta["scheme"], meta.get("outliers"))
+    asymmetric = job.request.inputs == "asymmetric"  # which asks for second moments whatever the solver
     watches = {
         target.module: Watch(
             target.language,
             target.scheme.activation if target.scheme.static else None,
-            target.scheme.weight.needs_hessian,
+            target.scheme.weight.needs_hessian or asymmetric,
             target.outliers,
             job.request.row_weights.of(target.scheme.weight),
         )
         for target in linears.values()
-        if target.scheme.static or target.scheme.weight.needs_hessian
+        if target.scheme.static or target.scheme.weight.needs_hessian or asymmetric
     }
     return Targets(linears, watches, tuple(_token_embeddings(prog)))
 

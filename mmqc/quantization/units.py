@@ -31,8 +31,10 @@ from mmqc.quantization.resume import Unit
 from mmqc.quantization.rewrite import Rewritten
 from mmqc.quantization.targets import Target, Targets
 from mmqc.report.report import LayerReport, Refusal, refusals, transforms
+from mmqc.solvers.asymmetric import toward_float
 
 MEASURED_BATCHES = 4
+NOT_PAIRED = "the floating-point model's inputs are not compared: it is in no block that runs by itself, or its rows are routed"
 LEARNED, NOT_LEARNED = "by learning", "in no block that can be run by itself: not learned, but rounded by gptq"
 
 
@@ -84,7 +86,7 @@ def _experts(job: Job, rewritten: Rewritten) -> BuiltExperts:
         row_weights=job.request.row_weights,
         ranks=job.ranks,
     )
-    if job.request.inputs == "quantized":
+    if job.request.inputs != "float":
         for layer in built.layers:
             layer.note = "; ".join(filter(None, (layer.note, "measured in the floating-point model")))
     return built
@@ -160,15 +162,18 @@ class UnitWorker:
         self.job, self.program, self.context, self.targets = job, rewritten.program, rewritten.context, targets.linears
         self.words = transforms(self.program)
         self.rows: dict[str, LayerReport] = {}
-        self.solved: dict[str, Solved] = {}  # by weight FQN, as the next three
+        self.solved: dict[str, Solved] = {}  # by weight FQN, as the next four
         self.seen: dict[str, InputStatistics] = {}
         self.moments: dict[str, Tensor | None] = {}
+        self.drifts: dict[str, Tensor | None] = {}
         self.statistics: dict[str, dict[str, Any]] = {}
         self.earlier: dict[Any, Any] = {}  # results of an earlier run, or of other ranks, by the passes' keys
         self.took: dict[str, float] = {}  # seconds of the owner, by weight FQN
         self.owned: dict[str, int] = {}  # the rank that solves a linear, by module FQN
         self.mine: list[tuple[str, Any, float]] = []  # that this rank has solved and the others do not know
-        passes = weight_passes(hessian=lambda fqn: self.moments.pop(fqn, None), done=self.rounded, cache=self.earlier)
+        passes = weight_passes(
+            hessian=lambda fqn: self.moments.pop(fqn, None), aim=self.aimed, done=self.rounded, cache=self.earlier
+        )
         self.steps = [Steps(self.program, item, FACTS, text=True) for item in passes]
         self.program.statistics = {
             "visual_token_ids": list(self.context.visual_token_ids),
@@ -180,6 +185,11 @@ class UnitWorker:
     def rounded(self, fqn: str, result: Any, error: float, seconds: float) -> None:
         """The pass has rounded one weight."""
         self.solved[fqn] = Solved(result, error, seconds + self.took.pop(fqn, 0.0))
+
+    def aimed(self, fqn: str, weight: Tensor, hessian: Tensor | None) -> Tensor:
+        """What a solver is given of a weight."""
+        drift = self.drifts.pop(fqn, None)
+        return weight if drift is None or hessian is None else toward_float(weight, hessian, drift)
 
     def finished(self, linears: Sequence[str]) -> bool:
         """Whether a unit is done: in this run or in an earlier one."""
@@ -244,6 +254,7 @@ class UnitWorker:
             self.program.weights[fqn] = self.job.model.get_submodule(name).get_parameter("weight").detach()
             statistics = self.seen[fqn] = seen.get(name, InputStatistics())
             self.moments[fqn], statistics.hessian = statistics.hessian, None
+            self.drifts[fqn], statistics.drift = statistics.drift, None
             self.statistics[fqn] = self.targets[fqn].statistics(statistics)
 
     def owners(self, linears: Sequence[str], first: int = 0) -> Mapping[str, int]:
@@ -324,6 +335,7 @@ class UnitWorker:
         text, visual = (seen.row_weights.get(name, 1.0) for name in (TEXT, VISUAL))
         uneven = f"a row of text counted {text / visual:g} visual ones" if target.language and text != visual else ""
         note = solved.result.note
+        paired = self.job.request.inputs != "asymmetric" or seen.paired
         learned = target.scheme.weight.solver != "learned" or LEARNED in note
         return LayerReport(
             target.module,
@@ -337,7 +349,7 @@ class UnitWorker:
             solved.error,
             0 if linear.outlier_index is None else linear.outlier_index.numel(),
             seconds,
-            "; ".join(filter(None, (note, "" if learned else NOT_LEARNED, one_scale, uneven))),
+            "; ".join(filter(None, (note, "" if learned else NOT_LEARNED, "" if paired else NOT_PAIRED, one_scale, uneven))),
         )
 
     def finish(self) -> None:

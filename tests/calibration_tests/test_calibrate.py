@@ -80,3 +80,46 @@ def test_observer__equal_weights_do_not_split_the_rows() -> None:
     seen, whole = InputStatistics(), moments.mirror_(moments.add_second_moment(None, x))
     seen.add_moment({VISUAL: x[:2], TEXT: x[2:]}, x)
     assert torch.equal(seen.finish().hessian, whole)  # type: ignore[arg-type]
+
+
+def test_observer__pairs_rows_with_the_floating_point_models() -> None:
+    g = torch.Generator().manual_seed(0)
+    y, x = (torch.randn(1, 4, 3, generator=g) for _ in range(2))
+    watch = Watch(True, None, True, skip=torch.tensor([1]), row_weights={TEXT: 2.0, VISUAL: 0.5})
+    observer = Observer(watch, context([[0, 1, 1, 0]]), paired=True)
+    for part in (x, 2 * x):
+        observer.expect(part)
+    for part in (y, 2 * y):
+        observer.update(part)
+    weights = torch.tensor([2.0, 0.5, 0.5, 2.0], dtype=torch.float64)[:, None]
+    kept, error = y[0].double().clone(), (x - y)[0].double()
+    kept[:, 1] = 0
+    expected = 5 * error.T @ (weights * kept)
+    assert observer.seen.paired
+    assert observer.seen.drift is not None
+    assert torch.allclose(observer.seen.drift, expected, atol=1e-5)
+    assert not observer.seen.drift[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.ones(1, 3, 3), torch.ones(1, 4, 3)),  # other rows
+        (None, torch.ones(1, 4, 3)),  # one call more
+        (torch.ones(2, 3), torch.ones(2, 3)),  # rows that are not the call's tokens
+    ],
+)
+def test_observer__rows_that_may_be_other_tokens_are_not_compared(x: torch.Tensor | None, y: torch.Tensor) -> None:
+    observer = Observer(Watch(True, None, True), context([[0, 1, 1, 0]]), paired=True)
+    for part in (torch.ones(1, 4, 3), x):
+        if part is not None:
+            observer.expect(part)
+    observer.update(torch.zeros(1, 4, 3))
+    assert observer.seen.drift is not None
+    observer.update(y)
+    assert not observer.seen.paired
+    assert observer.seen.drift is None
+    observer.expect(torch.ones(1, 4, 3))
+    observer.update(torch.zeros(1, 4, 3))
+    assert observer.seen.drift is None, "a part of the rows is no drift"
+    assert observer.seen.rows == 4 + y.numel() // 3 + 4, "their second moment is whole"

@@ -46,7 +46,7 @@ def test_statistics__of_two_ranks_are_those_of_one():
     xs = [torch.randn(30, 8) * scale for scale in (1, 3, 2)]
     whole = joined.statistics(ALONE, {"up": seen(xs)}, {"up": 0})["up"]
     first = seen(xs[:1])
-    ranks = Second({"up": (first.ranges, first.rows)}, first.hessian)
+    ranks = Second({"up": (first.ranges, first.rows, first.paired)}, first.hessian)
     both = joined.statistics(ranks, {"up": seen(xs[1:])}, {"up": 1})["up"]
     assert both.rows == whole.rows == 90
     assert torch.equal(both.hessian, whole.hessian)
@@ -59,10 +59,30 @@ def test_statistics__of_two_ranks_are_those_of_one():
 
 def test_statistics__only_the_owner_has_the_second_moment():
     first = seen([torch.randn(4, 8)])
-    ranks = Second({"up": (first.ranges, first.rows)}, first.hessian)
+    ranks = Second({"up": (first.ranges, first.rows, first.paired)}, first.hessian)
     both = joined.statistics(ranks, {"up": seen([torch.randn(4, 8)])}, {"up": 0})["up"]
     assert both.hessian is None
     assert both.rows == 8
+
+
+def paired(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    observer = Observer(Watch(False, None, True), None, paired=True)
+    for x, y in pairs:
+        observer.expect(x)
+        observer.update(y)
+    return observer.seen
+
+
+@pytest.mark.parametrize("unlike", [None, "first", "second"])
+def test_statistics__a_drift_is_that_of_all_ranks_or_none(unlike: str | None):
+    pairs = [(torch.randn(6, 8), torch.randn(6, 8)) for _ in range(3)]
+    whole = joined.statistics(ALONE, {"up": paired(pairs)}, {"up": 0})["up"]
+    other = [(torch.randn(5, 8), torch.randn(6, 8))]
+    first, second = (paired(own + other * (unlike == name)) for own, name in ((pairs[:1], "first"), (pairs[1:], "second")))
+    ranks = Second({"up": (first.ranges, first.rows, first.paired)}, torch.zeros(8, 8) if unlike else first.drift)
+    both = joined.statistics(ranks, {"up": second}, {"up": 1})["up"]
+    assert both.paired == (unlike is None)
+    assert both.drift is None if unlike else torch.equal(both.drift, whole.drift)
 
 
 def test_losses__are_added_also_those_of_linears_that_this_rank_did_not_see():

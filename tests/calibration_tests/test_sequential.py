@@ -8,7 +8,7 @@ import torch
 from blocks import Attention, Branch, Mlp, RMSNorm, Text, ids, shared
 from models import randomise, tiny_qwen2_vl
 from often import often
-from small_vlm import Small, batches, quantize
+from small_vlm import Small, batches, logits, quantize
 from streams import Between, Masked
 from tiny_families import FAMILIES
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ import mmqc.quantization.units
 from mmqc import recipes
 from mmqc.calibration.blocks import block_lists, survey
 from mmqc.nn.linear import QuantLinear
+from mmqc.quantization.units import NOT_PAIRED
 from mmqc.report.report import Refusal
 
 GPTQ = recipes.mquant(4, rotate=False)
@@ -119,10 +120,66 @@ def test_quantized_inputs__are_what_the_quantized_model_sees() -> None:
         assert (low, high) == (min(float(x.min()) for x in seen[name]), max(float(x.max()) for x in seen[name]))
 
 
-def test_spool__in_files_gives_the_same_and_leaves_nothing(tmp_path: Path) -> None:
+def inputs_of(model: nn.Module, names: list[str], data: Any) -> dict[str, Tensor]:
+    """What these linears are fed, rows of all batches under each other."""
+    seen: dict[str, list[Tensor]] = {n: [] for n in names}
+    handles = [
+        model.get_submodule(n).register_forward_pre_hook(lambda m, a, n=n: seen[n].append(a[0].detach().flatten(0, -2).double()))
+        for n in names
+    ]
+    with torch.no_grad():
+        for batch in data:
+            model(**batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return {n: torch.cat(parts) for n, parts in seen.items()}
+
+
+def test_asymmetric_inputs__are_compared_with_the_floating_point_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = tiny_qwen2_vl()
+    plain, _ = tiny_qwen2_vl()
+    _, other = tiny_qwen2_vl(grids=((1, 8, 8),))
+    given: dict[int, tuple[Tensor, Tensor]] = {}
+    real = mmqc.quantization.units.toward_float
+
+    def watched(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
+        given[float(weight.double().sum())] = (hessian.clone(), drift.clone())
+        return real(weight, hessian, drift)
+
+    monkeypatch.setattr(mmqc.quantization.units, "toward_float", watched)
+    weights = {n: float(m.weight.detach().double().sum()) for n, m in plain.named_modules() if isinstance(m, nn.Linear)}
+    report = mmqc.quantize_(model, recipes.rtn(2, 8), [batch, other], progress=False, inputs="asymmetric")
+    blocks = [n for n, m in model.named_modules() if isinstance(m, QuantLinear) and n.endswith((".q_proj", ".qkv"))]
+    assert len(blocks) == 4
+    x, y = (inputs_of(m, blocks, (batch, other)) for m in (plain, model))
+    drifts = []
+    for name in blocks:
+        h, d = given[weights[name]]
+        assert torch.allclose(h, y[name].T @ y[name], rtol=1e-4, atol=1e-4)
+        assert torch.allclose(d, (x[name] - y[name]).T @ y[name], rtol=1e-3, atol=1e-3)
+        drifts.append(float(d.abs().max()))
+    assert drifts[0] == 0, "nothing is quantized in front of the first block"
+    assert min(drifts[1], drifts[3]) > 1e-2
+    unpaired = {layer.fqn for layer in report.layers if NOT_PAIRED in layer.note}
+    assert unpaired == {layer.fqn for layer in report.layers if not any(f".{part}." in layer.fqn for part in ("blocks", "layers"))}
+
+
+def test_asymmetric_inputs__bring_the_outputs_nearer_to_the_floating_point_models() -> None:
+    lost = {}
+    for inputs in ("quantized", "asymmetric"):
+        torch.manual_seed(0)
+        model = Small()
+        expected = [logits(model, batch) for batch in batches(16)]
+        quantize(model, recipes.gptq(3, 8), batches(16), inputs=inputs)
+        lost[inputs] = sum(float((logits(model, b) - e).square().sum()) for b, e in zip(batches(16), expected, strict=True))
+    assert lost["asymmetric"] < lost["quantized"]
+
+
+@pytest.mark.parametrize("inputs", ["float", "asymmetric"])
+def test_spool__in_files_gives_the_same_and_leaves_nothing(inputs: Any, tmp_path: Path) -> None:
     model, other = Small(), Small()
-    quantize(model, GPTQ)
-    quantize(other, GPTQ, spool=str(tmp_path / "activations"))
+    quantize(model, GPTQ, inputs=inputs)
+    quantize(other, GPTQ, spool=str(tmp_path / "activations"), inputs=inputs)
     assert equal(model, other)
     assert list((tmp_path / "activations").iterdir()) == []
 
@@ -159,7 +216,7 @@ def test_blocks__that_another_batch_calls_differently_are_calibrated_as_a_whole(
     assert len(report.layers) == 6
 
 
-@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("inputs", ["float", "quantized", "asymmetric"])
 def test_blocks__refused_in_the_middle_of_a_run(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Moody(nn.Module):
         """Hands the stream over by name if the batch says so."""

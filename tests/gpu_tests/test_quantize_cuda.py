@@ -25,7 +25,7 @@ def codes(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v.cpu() for k, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("inputs", ["float", "quantized", "asymmetric"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantize__offloaded_equals_resident(inputs: Any, dtype: torch.dtype) -> None:
     model, batch = tiny_qwen2_vl()

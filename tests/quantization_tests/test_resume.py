@@ -69,7 +69,7 @@ def stopped_after(units: int, monkeypatch: pytest.MonkeyPatch, folder: Path, con
     return model
 
 
-@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("inputs", ["float", "quantized", "asymmetric"])
 @pytest.mark.parametrize("recipe", often(RECIPES, "resq"))
 def test_resume__after_every_unit(recipe: str, inputs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, expected = RECIPES[recipe], Small()

@@ -43,7 +43,7 @@ def test_units__leave_shapes_and_rows_only(started: tuple[Job, Rewritten], monke
 LEARN = recipes.learned(2, 8, steps=40)
 
 
-@pytest.mark.parametrize("inputs", often(("float", "quantized"), "quantized"))
+@pytest.mark.parametrize("inputs", often(("float", "quantized", "asymmetric"), "quantized", "asymmetric"))
 def test_learned__blocks_lose_less_than_gptqs_and_the_rest_is_said(inputs: str) -> None:
     torch.manual_seed(0)
     model, other = Small(), Small()

@@ -69,6 +69,7 @@ def _cases() -> dict[str, Callable[[], Case]]:
         "rtn without data": lambda: (_small(None)[0], None, r.rtn(4), {}),
         "gptq": lambda: _small(r.gptq(4, 16, activation_bits=8)),
         "gptq, quantized inputs": lambda: _small(r.gptq(4), inputs="quantized"),
+        "gptq, asymmetric inputs": lambda: _small(r.gptq(4), inputs="asymmetric"),
         "gptq, few batches": lambda: _small(r.gptq(4), 1),
         "awq": lambda: _small(r.awq(4, 16)),
         "awq, block": lambda: _small(r.awq(3, 16, loss="block", duo=True, symmetric=False)),
@@ -88,7 +89,8 @@ def _cases() -> dict[str, Callable[[], Case]]:
 
 
 CASES = [
-    *("rtn", "rtn without data", "gptq", "gptq, quantized inputs", "gptq, few batches", "awq", "awq, block", "awq + gptq"),
+    *("rtn", "rtn without data", "gptq", "gptq, quantized inputs", "gptq, asymmetric inputs", "gptq, few batches"),
+    *("awq", "awq, block", "awq + gptq"),
     *("mquant", "smoothquant", "quik", "integer scale", "weighted", "resq", "unlike", "tau", "experts"),
 ]
 BROKEN, BRANCHES = "broken", "compiled branches"

@@ -1,0 +1,40 @@
+"""Where a solver starts from if what a linear is fed has drifted away from what the floating-point model feeds it.
+
+    W' = W + a W D (H + λ I)⁻¹        D = (X - Y)ᵀ Y        H = Yᵀ Y        λ = 1 % of H's mean diagonal
+
+Shapes:  X, Y [M, K] inputs of the same rows, the floating-point model's and the quantized one's   W, W' [N, K]   D, H [K, K]
+Why:     |X Wᵀ - Y Qᵀ|² = |Y (W' - Q)ᵀ|² + what no Q changes, for a = 1 and λ = 0: the solver that is given W' and H minimises
+         the left side, and the linear makes up for what the quantized blocks in front of it did.
+Share:   a = 1 takes all of it from 64 batches, and is worse on others than a = 1/2 (docs/adr/0055).
+Skipped: columns of D and H that are 0, channels that something else computes, leave W as it is there; their drift counts in D's rows.
+Source:  GPTAQ, arXiv:2504.02692, Section 3, "asymmetric calibration": its term for a channel within the sweep is this one, channel by
+         channel; in front of the sweep it suits every solver.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SHARE = 0.5
+DAMPING = 0.01
+
+
+def toward_float(weight: Tensor, hessian: Tensor, drift: Tensor, share: float = SHARE) -> Tensor:
+    """W' in the weight's dtype; computed in float64.
+
+    Args:
+        weight: W, floating point [N, K].
+        hessian: H, float64 [K, K], positive semidefinite.
+        drift: D, float64 [K, K], the rows weighted as in H.
+        share: a, from 0 (W itself) to 1.
+    """
+    used = hessian.diagonal() > 0
+    if not used.any():
+        return weight
+    damped = hessian.clone()
+    damped.diagonal().add_(DAMPING * hessian.diagonal().sum() / used.sum())
+    factor = torch.linalg.cholesky(damped)
+    wanted = (weight.double() @ drift).mT
+    step = torch.cholesky_solve(wanted, factor).mT
+    return (weight.double() + share * step).to(weight.dtype)
