@@ -31,6 +31,7 @@ from benchmarks.peers.cases import CASES, RECIPES, UNRUN, Case, keys, name_of, v
 from benchmarks.peers.export import calibration_of, export, unchanged
 from benchmarks.peers.reasons import REASONS
 from examples.studies.study import about, table
+from mmqc.calibration.sequential import Inputs
 from mmqc.samples.scoring import bootstrap
 
 HERE = Path(__file__).resolve().parent
@@ -71,13 +72,14 @@ def ours(
     weights: Literal["auto", "balanced"] | None = "auto",
     draw: int = 0,
     change: Callable[[Any], None] = unchanged,
+    inputs: Inputs = "quantized",
 ) -> dict[str, list[float]]:
     """The same of mmqc, after so many batches of a draw of calibration, with such weights of modalities; of a changed model."""
     config = RECIPES[case.ours](case.bits, case.group or None, case.symmetric).replace(vision=None, projector=None)
     sample = mmqc.samples.load(case.sample)
     batches = calibration_of(sample, calibration, draw)
     change(sample.model)
-    mmqc.quantize_(sample.model, config, batches, progress=False, inputs="quantized", modality_weights=weights)
+    mmqc.quantize_(sample.model, config, batches, progress=False, inputs=inputs, modality_weights=weights)
     questions = torch.load(data / case.sample / "questions.pt", weights_only=True)
     return scores(answers(sample.model, questions["batches"]), questions["exact"], questions["ids"])
 

@@ -15,8 +15,8 @@ from examples.studies.study import table
 from mmqc.samples.scoring import bootstrap
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-OF_DRAWS, OF_ORDERS, OF_QUESTIONS, OF_ERRORS, OF_AGAIN = (
-    RESULTS / f"peer_{what}.json" for what in ("draws", "orders", "questions", "held_out", "again")
+OF_DRAWS, OF_ORDERS, OF_QUESTIONS, OF_ERRORS, OF_AGAIN, OF_ASYMMETRIC = (
+    RESULTS / f"peer_{what}.json" for what in ("draws", "orders", "questions", "held_out", "again", "asymmetric")
 )
 KINDS = {"nll": 4, "kl": 5}  # and their digits
 LOST = 0.1  # a KL from which on the answer is another one, or nearly
