@@ -1,7 +1,8 @@
 """What quantizing an 8B model costs: seconds and peak GPU memory of ``quantize_`` on the Qwen2-VL-7B shape, random weights.
 
     python -m benchmarks.end_to_end.quantize_speed --out benchmarks/results/quantize_speed.json
-        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--layers 28] [--blocks 32] [--offload] [--dry]
+        [--recipe rtn gptq awq mquant resq learned] [--samples 128] [--tokens 2048] [--layers 28] [--blocks 32] [--inputs float]
+        [--offload] [--dry]
 
 Each recipe is a process of its own.  ``rtn`` needs no data; ``gptq`` is W4 per channel, no rewrites, ``learned`` W2 g64,
 ``mquant`` the whole method, and so is ``resq``, whose bases see all samples and whose solver a quarter of them (the paper: 512
@@ -196,7 +197,9 @@ def child(args: argparse.Namespace) -> None:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     config = config_of(recipe, samples)
     batches = [batch_of(tokens, model.dtype, i) for i in range(samples)] or None
-    more = {"device": device} if args.offload else {}
+    more: dict[str, Any] = {"device": device} if args.offload else {}
+    if args.inputs != "float":
+        more["inputs"] = args.inputs
     times: dict[str, float] = {}
     kinds: dict[str, dict[str, float]] = {}
     if not args.dry:
@@ -237,6 +240,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the language model; fewer for a quick look")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of the tower")
     parser.add_argument("--offload", action="store_true", help="the model in host memory, one block on the GPU")
+    parser.add_argument("--inputs", choices=("float", "quantized", "asymmetric"), default="float", help="of quantize_")
     parser.add_argument("--seconds", type=int, default=580, help="time limit for all of it")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -257,6 +261,7 @@ def main() -> None:
             f"--blocks={args.blocks}",
         ]
         command += [f"--{n}={v}" for n in ("samples", "tokens") if (v := getattr(args, n)) is not None]
+        command += [f"--inputs={args.inputs}"]
         command += [flag for flag in ("--dry", "--offload") if getattr(args, flag[2:])]
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=max(1, end - time.monotonic()), check=True)

@@ -1,4 +1,4 @@
-"""mmqc calibrated to give what the floating-point model gives (inputs="asymmetric"), beside its own and the peer's quantized inputs.
+"""mmqc calibrated to give what the floating-point model gives (inputs="asymmetric"), beside its quantized inputs and the peer's.
 
     python -m benchmarks.peers.asymmetric [--samples digits-vqa docs-vqa ...]      what is not on file
 

@@ -6,9 +6,9 @@ Shapes:  X, Y [M, K] inputs of the same rows, the floating-point model's and the
 Why:     |X Wᵀ - Y Qᵀ|² = |Y (W' - Q)ᵀ|² + what no Q changes, for a = 1 and λ = 0: the solver that is given W' and H minimises
          the left side, and the linear makes up for what the quantized blocks in front of it did.
 Share:   a = 1 takes all of it from 64 batches, and is worse on others than a = 1/2 (docs/adr/0055).
-Skipped: columns of D and H that are 0, channels that something else computes, leave W as it is there; their drift counts in D's rows.
-Source:  GPTAQ, arXiv:2504.02692, Section 3, "asymmetric calibration": its term for a channel within the sweep is this one, channel by
-         channel; in front of the sweep it suits every solver.
+Skipped: columns of D and H that are 0, channels that something else computes, leave W as it is; their drift is in D's rows.
+Source:  GPTAQ, arXiv:2504.02692, Section 3, "asymmetric calibration", which adds a term to each step of GPTQ's sweep; taken in
+         front of the sweep it suits every solver.
 """
 
 from __future__ import annotations
