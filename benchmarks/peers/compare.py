@@ -199,6 +199,14 @@ So what mmqc loses at W2 g32 sym is the luck of one order. At W2 g64 and W2 g32 
 about twice the peer's in seven or eight of eight orders: too regular for luck, and still three questions of 750, which intervals
 that draw questions as well do not tell from a tie.
 
+With `inputs="asymmetric"` a linear is rounded so that it gives, on what the quantized blocks in front feed it, what the
+floating-point model gives ([ADR 55](../adr/0055-targets-of-the-floating-point-model.md)). The rows of this page again
+(`python -m benchmarks.peers.asymmetric`):
+
+{drawn.of_asymmetric(found["runs"], drawn.read(drawn.OF_ASYMMETRIC))}
+
+So it makes most answers better, and in 2 bits does not keep the few of digits that are lost.
+
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step
 2 max|w| / (2^b - 1), which in the first block's queries, keys and values makes the peer's codes but for ties; in the third

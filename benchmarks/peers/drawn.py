@@ -24,6 +24,7 @@ ERRORS = "errors over the peer's: on the batches read, on others"
 DRAWS = (1, 2, 3, 4)  # the page's own is 0
 ORDERS = (1, 2, 3, 4, 5, 6, 7, 8)  # of channels; the page's own is 0
 TIMES = 10_000
+TINY = 1e-9  # of a KL: below, its logarithm is rounding's
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -157,6 +158,38 @@ def of_questions(found: dict[str, Any]) -> str:
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
     return f"""Digits, {len(lines)} rows, {found.get("questions", 0):,} questions behind those of the page ({counts} of {len(said)}
 intervals; `python -m benchmarks.peers.questions`):
+
+{table(head, lines)}"""
+
+
+def of_asymmetric(first: dict[str, Any], found: dict[str, Any]) -> str:
+    """The table of what asymmetric.py has on file beside both sides of the page, and what its intervals and medians say."""
+    lines, said, medians = [], [], []
+    runs = found.get("runs", {})
+    for case in CASES:
+        ours, theirs = keys(case)
+        if ours not in runs or case.peer != f"llmcompressor {case.ours}":
+            continue
+        sides = first[ours], runs[ours], first[theirs]
+        cells = [" / ".join(f"{np.mean(side[kind]):.{digits}f}" for side in sides) for kind, digits in KINDS.items()]
+        middle = [float(np.median(side["kl"])) for side in sides]
+        medians.append(middle)
+        words = []
+        for other in (sides[0], sides[2]):
+            for kind in KINDS:
+                difference = bootstrap(np.subtract(sides[1][kind], other[kind]))
+                words.append(verdict(difference.low, difference.high))
+        said.append(words)
+        lines.append((case.form, name_of(case.sample), case.ours, *cells, " / ".join(f"{m:.1e}" for m in middle), *words))
+    head = ("form", "sample", "mmqc and peer", "NLL: quantized / asymmetric / peer", "KL", "median KL", "by NLL, beside quantized",
+            "by KL", "by NLL, beside the peer", "by KL")  # fmt: skip
+    counts = [
+        ", ".join(f"{sum(words[i : i + 2].count(word) for words in said)} {word}" for word in ("better", "tie", "worse"))
+        for i in (0, 2)
+    ]
+    quantized, asymmetric, peer = np.log(np.maximum(medians, TINY)).mean(0)
+    return f"""Of {2 * len(said)} intervals beside quantized inputs {counts[0]}; beside the peer {counts[1]}. The median KL, geometric mean
+over rows, is {np.exp(asymmetric - quantized):.2f} of that with quantized inputs, and {np.exp(asymmetric - peer):.2f} of the peer's ({np.exp(quantized - peer):.2f}):
 
 {table(head, lines)}"""
 

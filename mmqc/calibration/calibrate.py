@@ -232,7 +232,6 @@ class Observer:
         if wanted is None or wanted.shape != x.shape or MIXED in parts:
             self.seen.paired, self.seen.drift = False, None
             return
-        wide = torch.promote_types(x.dtype, torch.float32)
-        error = wanted.to(wide) - given.to(wide)
+        error = wanted - given
         errors = by_modality(error, self.watch.language, self.context)
         self.seen.add_drift(errors, parts, error.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]))

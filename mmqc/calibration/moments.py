@@ -43,14 +43,14 @@ def add_drift(d: Tensor | None, error: Tensor, y: Tensor, weight: float = 1.0) -
 
     Args:
         d: float64 [K, K], or None for zero.
-        error: E = X - Y, float32 or float64 [M, K], X what another model is fed for the rows of Y.
+        error: E = X - Y [M, K] in the dtype of Y, so that tensor cores take it; X is what another model is fed for the same rows.
         y: floating point [M, K].
         weight: of all rows.
     """
     width = y.shape[1]
     if d is None:
         d = torch.zeros(width, width, dtype=torch.float64, device=y.device)
-    for left, right in zip(error.split(ROWS), y.to(error.dtype).split(ROWS), strict=True):
+    for left, right in zip(error.split(ROWS), y.split(ROWS), strict=True):
         for start in range(0, width, PANEL):
             stop = min(start + PANEL, width)
             d[start:stop].add_(_product(left[:, start:stop], right), alpha=weight)

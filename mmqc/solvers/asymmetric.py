@@ -21,20 +21,23 @@ DAMPING = 0.01
 
 
 def toward_float(weight: Tensor, hessian: Tensor, drift: Tensor, share: float = SHARE) -> Tensor:
-    """W' in the weight's dtype; computed in float64.
+    """W' in the weight's dtype, computed in float64; W itself where the solver will say what is wrong with H.
 
     Args:
         weight: W, floating point [N, K].
-        hessian: H, float64 [K, K], positive semidefinite.
+        hessian: H, float64 [K, K], positive semidefinite; in use until this returns, for its factor is all the memory it takes.
         drift: D, float64 [K, K], the rows weighted as in H.
         share: a, from 0 (W itself) to 1.
     """
     used = hessian.diagonal() > 0
     if not used.any():
         return weight
-    damped = hessian.clone()
-    damped.diagonal().add_(DAMPING * hessian.diagonal().sum() / used.sum())
-    factor = torch.linalg.cholesky(damped)
-    wanted = (weight.double() @ drift).mT
-    step = torch.cholesky_solve(wanted, factor).mT
+    diagonal = hessian.diagonal()
+    before = diagonal.clone()
+    diagonal.add_(DAMPING * before.sum() / used.sum())
+    factor, failed = torch.linalg.cholesky_ex(hessian)
+    diagonal.copy_(before)
+    if failed:
+        return weight
+    step = torch.cholesky_solve((weight.double() @ drift).mT, factor).mT
     return (weight.double() + share * step).to(weight.dtype)

@@ -58,8 +58,7 @@ def test_narrowed__is_the_moment_in_float32_in_its_own_memory(width: int, monkey
 def test_drift__is_the_sum_over_all_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments, "PANEL", 5)
     monkeypatch.setattr(moments, "ROWS", 7)
-    y, wide = rows(40, 16, dtype), torch.promote_types(dtype, torch.float32)
-    error = rows(40, 16, torch.float32, seed=1).to(wide) - 1
+    y, error = rows(40, 16, dtype), rows(40, 16, dtype, seed=1) - 1
     d = None
     for left, right in zip(error.split(13), y.split(13), strict=True):
         d = moments.add_drift(d, left, right, 0.5)

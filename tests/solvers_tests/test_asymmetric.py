@@ -21,9 +21,11 @@ def test_toward_float__is_the_ridge_solution_and_a_share_of_the_way_to_it(seed: 
     h, d = y.T @ y, (x - y).T @ y
     ridge = DAMPING * h.diagonal().mean() * torch.eye(len(h), dtype=h.dtype)
     wanted = w + w @ d @ torch.linalg.inv(h + ridge)  # argmin of |X Wᵀ - Y Vᵀ|² + λ |V - W|²
+    kept = h.clone()
     gradient = (y @ wanted.T - x @ w.T).T @ y + (wanted - w) @ ridge
     assert float(gradient.abs().max()) < 1e-9
     assert torch.allclose(toward_float(w, h, d, share), w + share * (wanted - w), rtol=0, atol=1e-10)
+    assert torch.equal(h, kept)
     left = [float((x @ w.T - y @ v.T).norm()) for v in (w, toward_float(w, h, d, share), wanted)]
     assert left[0] >= left[1] >= left[2]
 
@@ -49,3 +51,10 @@ def test_toward_float__no_inputs_or_no_drift_leave_the_weight(dtype: torch.dtype
     w, zero = w.to(dtype), torch.zeros(7, 7, dtype=torch.float64)
     assert torch.equal(toward_float(w, zero, zero), w)
     assert torch.equal(toward_float(w, y.T @ y, zero), w)
+
+
+def test_toward_float__leaves_what_is_wrong_with_a_second_moment_to_the_solver() -> None:
+    w, x, y = data(3)
+    h, d = y.T @ y, (x - y).T @ y
+    for bad in (h.clone().fill_diagonal_(float("nan")), h.clone().index_fill_(0, torch.tensor([1]), float("nan")), h - 100 * h.norm()):
+        assert torch.equal(toward_float(w, bad, d), w)
