@@ -60,8 +60,7 @@ def quantize_(
         filter_fn: as torchao's: only linears for which ``filter_fn(module, fqn)`` is true are quantized.
         progress: show a progress bar: the block, its loss, peak memory, time left.
         resume_dir: a folder for finished blocks; the same call goes on where a killed one stopped, bit for bit.
-        inputs: linears are calibrated on what the ``"float"`` model feeds them, or the ``"quantized"`` blocks in front; or, on
-            these, to give what the float model gives, ``"asymmetric"``.
+        inputs: of linears: the ``"float"`` model's, ``"quantized"`` blocks', or these to give what float ones do, ``"asymmetric"``.
         device: the accelerator that computes while the model stays in host memory, one block at a time.
         spool: a folder for the activations between two blocks; None keeps them in host memory.
         generate_tokens: so many tokens that the model itself writes are appended to each batch.

@@ -188,8 +188,10 @@ def of_asymmetric(first: dict[str, Any], found: dict[str, Any]) -> str:
         for i in (0, 2)
     ]
     quantized, asymmetric, peer = np.log(np.maximum(medians, TINY)).mean(0)
-    return f"""Of {2 * len(said)} intervals beside quantized inputs {counts[0]}; beside the peer {counts[1]}. The median KL, geometric mean
-over rows, is {np.exp(asymmetric - quantized):.2f} of that with quantized inputs, and {np.exp(asymmetric - peer):.2f} of the peer's ({np.exp(quantized - peer):.2f}):
+    times = [np.exp(other) for other in (asymmetric - quantized, asymmetric - peer, quantized - peer)]
+    return f"""Of {2 * len(said)} intervals beside quantized inputs {counts[0]}; beside the peer {counts[1]}.
+The median KL, geometric mean over rows, is {times[0]:.2f} of that with quantized inputs, and {times[1]:.2f} of the peer's (which
+with quantized inputs it is {times[2]:.2f} of):
 
 {table(head, lines)}"""
 

@@ -266,30 +266,28 @@ class Sequential:
 
     def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
         after, learns = self.inputs != "float", bool(self.worker.learns(inside))
-        twin, new = self.twins.get(id(feed.segment)), {}
+        twin = self.twins.get(id(feed.segment))
+        observers = self._observers(inside, paired=twin is not None)
         if twin is not None:
-            observers = self._observers(inside, paired=True)
-            new = dict(self._pairs(twin, feed, number, observers, keep=learns or not last))
+            wanted = dict(self._pairs(twin, feed, number, observers, keep=learns or not last))
+        elif observers or learns or not (last or after):
+            with observe(self.model, observers):
+                wanted = dict(self._outputs(feed, number, keep=learns or not (last or after)))
         else:
-            with self._observing(inside) as observers:
-                if observers or learns or not (last or after):
-                    new = dict(self._outputs(feed, number, keep=learns or not (last or after)))
+            wanted = {}
         built = self.worker.solve(inside, self._joined(inside, observers)) if inside else {}
         if learns:
-            built = self._learn(feed, number, inside, new)
+            built = self._learn(feed, number, inside, wanted)
         with self._measuring(built) as meters:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
         self.worker.swap(built, self._losses(meters))
+        if last or (after and twin is None):
+            feed.drop(wanted)
+            wanted = {}
         if twin is not None:
-            if last:
-                twin.drop(new)
-            twin.advance(number, {} if last else new)
-        elif after or last:
-            feed.drop(new)
-        if after or last:
-            new = {} if last else dict(self._outputs(feed, number))
-        feed.advance(number, new)
+            twin.advance(number, wanted)
+        feed.advance(number, dict(self._outputs(feed, number)) if after and not last else wanted if twin is None else {})
 
     def _learn(self, feed: Feed, number: int, inside: list[str], wanted: Mapping[int, list[Any]]) -> dict[str, PackedLinear]:
         """The block's linears, rounded by what the block returns; it is still in floating point, and returned ``wanted``."""
