@@ -110,6 +110,7 @@ def quantize(
     device: Annotated[str | None, typer.Option(help="Where blocks are computed, e.g. cuda; the model stays in memory.")] = None,
     resume_dir: Annotated[Path | None, typer.Option(help="Keeps finished blocks: the same command goes on there.")] = None,
     spool: Annotated[Path | None, typer.Option(help="A folder for activations that memory has no room for.")] = None,
+    inputs: Annotated[str, typer.Option(help="That linears are calibrated on: float, quantized or asymmetric.")] = "float",
     sample: SampleName = None,
 ) -> None:
     """Quantize a model, save it, and write quantization.html and quantization.json beside it."""
@@ -126,11 +127,12 @@ def quantize(
 
     config = fitted(config, float8, float4, engine, gpu)
     checks.work(device, resume_dir, spool)
+    checks.inputs(inputs)
     to = jobs.written_as(save_format, engine, gpu)
     if calibration is None:
-        free = source.sample_of(model, sample) is None and not checks.needs_data(config)
+        free = source.sample_of(model, sample) is None and not checks.needs_data(config) and inputs != "asymmetric"
         calibration = "0" if free else source.data_of(model, sample, None, "--calibration", 32)
-    checks.calibration(calibration, config)
+    checks.calibration(calibration, config, inputs)
     if not jobs.announce(model, config, calibration, console) and not force and not dry_run:
         raise MemoryError("memory is short for this; free some, quantize on a larger machine, or pass --force")
     if dry_run or out is None:  # which is needed for all else
@@ -138,7 +140,7 @@ def quantize(
     loaded, data = load(model, sample)
     given = ", ".join([*bits, *(settings or [])])
     called = config_file.name if config_file else f"{recipe}({given})" if given else recipe
-    to_do = jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool, called)
+    to_do = jobs.Target(model, out, to, calibration, limit, device, resume_dir, spool, called, inputs)
     jobs.quantize(loaded, data, config, to_do, console)
 
 

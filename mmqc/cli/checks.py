@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import typer
 
@@ -77,10 +77,20 @@ def work(device: str | None, resume_dir: Path | None, spool: Path | None) -> Non
             _writable(path, option)
 
 
-def calibration(text: str, config: QuantConfig) -> None:
-    """Raise where the calibration data cannot be read, or there is none at all for a config that needs some."""
+def inputs(text: str) -> None:
+    """Raise unless linears can be calibrated on these."""
+    from mmqc.calibration.sequential import Inputs
+
+    if text not in get_args(Inputs):
+        raise typer.BadParameter(f"{text!r}: {', '.join(get_args(Inputs))}", param_hint="--inputs")
+
+
+def calibration(text: str, config: QuantConfig, inputs: str = "float") -> None:
+    """Raise where the calibration data cannot be read, or there is none at all for what needs some."""
     from mmqc.config import ConfigError
 
+    if text == "0" and inputs == "asymmetric":
+        raise ConfigError("--calibration 0, but --inputs asymmetric compares what the data gives: pass some, or other inputs")
     if text == "0" and needs_data(config):
         raise ConfigError(
             "--calibration 0, but this config needs data: rewrites need one prompt, static scales and gptq some dozens; "

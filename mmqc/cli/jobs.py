@@ -108,6 +108,7 @@ class Target:
     resume_dir: Path | None = None
     spool: Path | None = None
     recipe: str = ""
+    inputs: str = "float"
 
 
 def bytes_of(number: float) -> str:
@@ -156,7 +157,7 @@ def quantize(model: Any, sample: Sample | None, config: QuantConfig, target: Tar
     processor = None if target.calibration == "0" and sample is None else processor_of(target.model, sample)
     data = calibration_of(model, target.model, sample, target.calibration, target.limit)
     folders = {"resume_dir": target.resume_dir, "spool": target.spool}
-    given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None}
+    given: dict[str, Any] = {name: str(path) for name, path in folders.items() if path is not None} | {"inputs": target.inputs}
     with torchrun.process_group():
         report = mmqc.quantize_(model, config, calibration=data, device=torchrun.own_device(target.device), **given)
     if not torchrun.first():

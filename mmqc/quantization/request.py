@@ -113,7 +113,7 @@ class Request:
             _warn_of_global_hooks()
         _check_options(self)
         check_trace()
-        if self.needs_batches or self.records:
+        if self.needs_batches or self.records or (self.changes_weights and self.inputs == "asymmetric"):
             _check_batches(self)
 
 

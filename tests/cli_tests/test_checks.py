@@ -58,6 +58,15 @@ def test_calibration__none_only_for_what_needs_none(tmp_path):
         checks.calibration(str(tmp_path), recipes.rtn(8))
 
 
+def test_inputs__known_ones_and_asymmetric_ones_take_data():
+    checks.inputs("asymmetric")
+    with pytest.raises(typer.BadParameter, match="float, quantized, asymmetric"):
+        checks.inputs("both")
+    checks.calibration("0", recipes.rtn(8), "quantized")
+    with pytest.raises(ConfigError, match="asymmetric compares"):
+        checks.calibration("0", recipes.rtn(8), "asymmetric")
+
+
 def test_images__are_wanted_by_a_model_that_reads_them():
     checks.images(Reads(), [TEXT, IMAGE], "here")
     checks.images(object(), [TEXT], "here")

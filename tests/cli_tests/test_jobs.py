@@ -78,6 +78,23 @@ def test_quantize__refuses_a_place_where_it_cannot_work(option, value, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+def test_quantize__inputs_are_quantize_s_and_asymmetric_ones_take_data(tmp_path, monkeypatch):
+    given = []
+
+    def told(model, config, **more):
+        given.append((more["inputs"], more["calibration"] is not None))
+        raise MemoryError("enough")
+
+    monkeypatch.setattr(mmqc, "quantize_", told)
+    for inputs in ((), ("--inputs", "quantized"), ("--inputs", "asymmetric")):
+        invoke("quantize", "digits-vqa", "-r", "rtn", "--out", str(tmp_path / "out"), *inputs)
+    assert [name for name, _ in given] == ["float", "quantized", "asymmetric"]
+    assert given[2][1]
+    result = invoke("quantize", "digits-vqa", "-r", "rtn", "--out", str(tmp_path / "out"), "--inputs", "both")
+    assert result.exit_code == 2
+    assert "--inputs" in result.output
+
+
 def test_quantize__refuses_data_without_an_image(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"question": "read image 1.", "answer": "1"}\n')
     out = tmp_path / "out"

@@ -85,7 +85,11 @@ def test_read__weights_are_one_where_there_is_nothing_to_balance() -> None:
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
-        (recipes.rtn(8), {"inputs": "rounded"}, r"inputs = 'rounded' is not supported; allowed: \('float', 'quantized'\)"),
+        (
+            recipes.rtn(8),
+            {"inputs": "rounded"},
+            r"inputs = 'rounded' is not supported; allowed: \('float', 'quantized', 'asymmetric'\)",
+        ),
         (recipes.rtn(8), {"generate_tokens": -1}, "generate_tokens = -1"),
         (recipes.rtn(8), {"modality_weights": {"audio": 1.0}}, "'audio' is no modality"),
         (recipes.rtn(8), {"modality_weights": {"text": 0.0}}, "its weight is not positive"),
@@ -100,6 +104,14 @@ def test_read__refuses_wrong_arguments(config: QuantConfig, more: dict[str, Any]
 
     with pytest.raises(ConfigError, match=message):
         read(config, None, Unused(), **more)
+
+
+def test_read__asymmetric_inputs_take_batches_whatever_the_solver() -> None:
+    model, batch = tiny_qwen2_vl()
+    assert read(recipes.rtn(8), [batch], model, inputs="asymmetric").records
+    for none in (None, []):
+        with pytest.raises(CalibrationError, match="this config needs data"):
+            read(recipes.rtn(8), none, model, inputs="asymmetric")
 
 
 def test_read__only_a_cache_is_packed_on_a_quantized_model() -> None:
