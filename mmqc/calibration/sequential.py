@@ -4,7 +4,8 @@
     float       every linear is calibrated on what the floating-point model feeds it: one forward a block
     quantized   ... on what the already quantized units in front feed it: two forwards a block, as GPTQ's own code does it
     asymmetric  ... on that, to give what the floating-point model gives: three forwards a block, one of them in that model, whose
-                inputs go from block to block beside the quantized one's (GPTAQ).  Linears outside all blocks go without
+                inputs go from block to block beside the quantized one's (GPTAQ; twins.py).  Lists that cannot be taken apart go
+                without
 
 Memory:  the statistics of one block, and the activations between two blocks, in host memory or in files (spool.py).
 Ranks:   each runs its part of the batches; what they saw is put together (joined.py) before a unit is solved.  Of N ranks with
@@ -13,7 +14,7 @@ Ranks:   each runs its part of the batches; what they saw is put together (joine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -31,6 +32,7 @@ from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
 from mmqc.calibration.stream import Feed, capture
+from mmqc.calibration.twins import Twins
 from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.modality import ModalityContext
@@ -121,8 +123,8 @@ class Sequential:
     spool: str | None = None
     say: Callable[[str], Any] = print
     ranks: Ranks = ALONE
-    twins: dict[int, Feed] = field(default_factory=dict)  # of segments by their id: what the floating-point model feeds its blocks
-    begun: bool = False
+    twins: Twins | None = field(default=None, init=False)  # of asymmetric inputs
+    begun: bool = field(default=False, init=False)  # whether something may be swapped
 
     @property
     def used(self) -> Sequence[int]:
@@ -139,16 +141,23 @@ class Sequential:
         """
         together = [layout.units] if self.inputs == "float" else [[unit] for unit in layout.units]
         with closing(Spool(self.spool)) as self.store:
-            self.twins = {} if self.begun or self.inputs != "asymmetric" else self._twins(layout)
+            self.twins = None if self.begun or self.inputs != "asymmetric" else self._twins(layout)
             self.begun = True
             for units in together:
                 self._begin(units, layout)
 
-    def _twins(self, layout: Layout) -> dict[int, Feed]:
-        """Feeds of all segments that are not done, by forwards of the model before anything in it is swapped."""
+    def _twins(self, layout: Layout) -> Twins:
+        """Of all segments that are not done, and of linears outside them but those of whole lists, which are too many to keep."""
         self.say("first inputs")
-        twins = {id(u): self._feed(u) for u in layout.units if isinstance(u, Segment) and not self._done(u)}
-        capture(self.model, list(twins.values()), ((number, self.calls[number]) for number in self.used), None, self.ranks)
+        feeds = {id(u): self._feed(u) for u in layout.units if isinstance(u, Segment) and not self._done(u)}
+        outside = [u for u in layout.units if isinstance(u, Outside) and not self._done(u)]
+        lists = tuple(f"{where}." for where in layout.refused)
+        wanted = {f for f, watch in self.watches.items() if watch.hessian and not f.startswith(lists)}
+        linears = [f for u in outside for f in u.linears if f in wanted]
+        twins = Twins(feeds, linears, self.store, self.residency.device)
+        until = layout.until([u for u in outside if set(u.linears) & set(linears)]) if linears else None
+        if feeds or linears:
+            twins.take(self.model, ((number, self.calls[number]) for number in self.used), until, self.ranks)
         return twins
 
     def _begin(self, units: Sequence[Segment | Outside], layout: Layout) -> None:
@@ -159,8 +168,11 @@ class Sequential:
         if feeds or any(fqn in self.watches for fqn in observed):
             self.say("first inputs")
             until = layout.until(outside) if any(fqn in self.watches for fqn in observed) else None
-            with self._observing(observed) as seen:
-                calls = ((number, self.calls[number]) for number in self.used)
+            kept = () if self.twins is None else self.twins.inputs
+            seen = self._observers(observed, kept)
+            calls: Any = ((number, self.calls[number]) for number in self.used)
+            with observe(self.model, seen):
+                calls = calls if self.twins is None else self.twins.tell(seen, calls)
                 capture(self.model, list(feeds.values()), calls, until, self.ranks)
             found = self._joined(observed, seen)
         else:
@@ -185,8 +197,8 @@ class Sequential:
             return self.worker.finished(unit.linears)
         return all(self.worker.finished(inside) for b in unit.blocks if (inside := self._inside(b.name)))
 
-    def _observers(self, linears: Iterable[str], paired: bool = False) -> dict[str, Observer]:
-        return {f: Observer(self.watches[f], self.context, paired) for f in linears if f in self.watches}
+    def _observers(self, linears: Iterable[str], paired: Container[str] = ()) -> dict[str, Observer]:
+        return {f: Observer(self.watches[f], self.context, f in paired) for f in linears if f in self.watches}
 
     def _observing(self, linears: Iterable[str]) -> Any:
         return observe(self.model, self._observers(linears))
@@ -252,7 +264,8 @@ class Sequential:
 
     def _repeat(self, number: int, inside: list[str], feed: Feed | None, last: bool) -> None:
         """A block that an earlier run has finished: swap, and run it for the next one's inputs."""
-        after, twin = self.inputs != "float", None if feed is None else self.twins.get(id(feed.segment))
+        after = self.inputs != "float"
+        twin = self.twins.feed(feed.segment) if feed is not None and self.twins is not None else None
         if twin is not None and not last:
             with self.residency.resident(twin.segment.blocks[number].name):
                 twin.advance(number, dict(self._outputs(twin, number)))
@@ -266,10 +279,10 @@ class Sequential:
 
     def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
         after, learns = self.inputs != "float", bool(self.worker.learns(inside))
-        twin = self.twins.get(id(feed.segment))
-        observers = self._observers(inside, paired=twin is not None)
-        if twin is not None:
-            wanted = dict(self._pairs(twin, feed, number, observers, keep=learns or not last))
+        twin = None if self.twins is None else self.twins.feed(feed.segment)
+        observers = self._observers(inside, () if twin is None else inside)
+        if self.twins is not None and twin is not None:
+            wanted = dict(self.twins.outputs(self.model, feed, number, observers, keep=learns or not last))
         elif observers or learns or not (last or after):
             with observe(self.model, observers):
                 wanted = dict(self._outputs(feed, number, keep=learns or not (last or after)))
@@ -309,18 +322,6 @@ class Sequential:
         for batch in feed.batches:
             output = feed.call(self.model, number, batch)
             yield batch, feed.outputs(output) if keep else []
-
-    def _pairs(
-        self, twin: Feed, feed: Feed, number: int, observers: Mapping[str, Observer], keep: bool
-    ) -> Iterator[tuple[int, list[Any]]]:
-        """Outputs for the floating-point model's inputs, batch by batch; the observers see both it and the quantized one's."""
-        for batch in twin.batches:
-            with observe(self.model, {fqn: observer.expect for fqn, observer in observers.items()}):
-                output = twin.call(self.model, number, batch)
-            yield batch, twin.outputs(output) if keep else []
-            with observe(self.model, observers):
-                if observers:
-                    feed.call(self.model, number, batch)
 
     def _measuring(self, built: Mapping[str, PackedLinear]) -> Any:
         linears = {name: self.model.get_submodule(name) for name in built}

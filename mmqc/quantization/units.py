@@ -34,7 +34,7 @@ from mmqc.report.report import LayerReport, Refusal, refusals, transforms
 from mmqc.solvers.asymmetric import toward_float
 
 MEASURED_BATCHES = 4
-NOT_PAIRED = "the floating-point model's inputs are not compared: it is in no block that runs by itself, or its rows are routed"
+NOT_PAIRED = "the floating-point model's inputs are not compared: its list of blocks was not taken apart, or its rows are routed"
 LEARNED, NOT_LEARNED = "by learning", "in no block that can be run by itself: not learned, but rounded by gptq"
 
 
