@@ -205,7 +205,10 @@ floating-point model gives ([ADR 55](../adr/0055-targets-of-the-floating-point-m
 
 {drawn.of_asymmetric(found["runs"], drawn.read(drawn.OF_ASYMMETRIC))}
 
-So it makes most answers better, and in 2 bits does not keep the few of digits that are lost.
+So it makes most answers better, and in 2 bits does not keep the few of digits that are lost. In the eight orders of channels, the
+rows of which mmqc's mean is about twice the peer's (`python -m benchmarks.peers.orders --sides mmqc --asymmetric`):
+
+{drawn.of_orders(drawn.read(drawn.OF_ORDERS), "asymmetric")}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step

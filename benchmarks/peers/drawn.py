@@ -43,10 +43,10 @@ def interval(differences: np.ndarray) -> tuple[float, float, float]:
     return float(differences.mean()), float(low), float(high)
 
 
-def on_file(found: dict[str, Any]) -> Iterator[tuple[Case, Any]]:
+def on_file(found: dict[str, Any], rows: str = "rows") -> Iterator[tuple[Case, Any]]:
     """Cases, and their rows."""
     for case in CASES:
-        if (one := found.get("rows", {}).get(" ".join(keys(case)))) is not None:
+        if (one := found.get(rows, {}).get(" ".join(keys(case)))) is not None:
             yield case, one
 
 
@@ -75,10 +75,10 @@ def of_draws(runs: dict[str, Any]) -> str:
     return table(head, found)
 
 
-def of_orders(found: dict[str, Any]) -> str:
+def of_orders(found: dict[str, Any], rows: str = "rows") -> str:
     """The table of what orders.py has on file, and how often mmqc is what."""
     lines, said = [], []
-    for case, one in on_file(found):
+    for case, one in on_file(found, rows):
         cells = []
         for kind, digits in KINDS.items():
             row = one[kind]
@@ -87,9 +87,11 @@ def of_orders(found: dict[str, Any]) -> str:
             cells.append(f"{less} of {len(row['mmqc'])}")
             said.append(row["mmqc is"])
         spread = " / ".join(f"{min(one['kl'][side]):.4f} to {max(one['kl'][side]):.4f}" for side in ("mmqc", "peer"))
-        lines.append((case.form, case.ours, *cells, spread, *said[-2:]))
+        median = " / ".join(f"{one['median KL'][side]:.1e}" for side in ("mmqc", "peer"))
+        lost = " / ".join(str(sum(one["lost"][side])) for side in ("mmqc", "peer"))
+        lines.append((case.form, case.ours, *cells, spread, median, lost, *said[-2:]))
     head = ("form", "mmqc and peer", "NLL", "difference", "less", "KL", "difference", "less", "KL of the orders",
-            "by NLL mmqc is", "by KL")  # fmt: skip
+            "median KL", f"KL over {LOST}: questions", "by NLL mmqc is", "by KL")  # fmt: skip
     counts = ", ".join(f"{said.count(word)} {word}" for word in ("better", "tie", "worse"))
     return f"{counts} of {len(said)} intervals:\n\n{table(head, lines)}"
 

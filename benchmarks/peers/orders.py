@@ -1,6 +1,7 @@
 """Both sides on the same model with its channels in other orders: whether a row tells methods apart, or one order's luck.
 
     python -m benchmarks.peers.orders [--sides mmqc peers] [--numbers 1 2 ...]     what is not in --data
+    python -m benchmarks.peers.orders --sides mmqc --asymmetric                    mmqc's of ``TWICE`` on asymmetric inputs as well
 
 A decoder computes the same whatever the order of its channels is, but groups of a weight and the sweep over its columns follow that
 order: every order is another draw of all rounding errors.  Neither side sees which one it has.  Question by question the runs
@@ -25,8 +26,10 @@ from benchmarks.peers.drawn import KINDS, LOST, OF_ORDERS, ORDERS, interval, rea
 from benchmarks.peers.export import export
 from benchmarks.peers.questions import SAMPLE, chosen
 from examples.studies.study import about
+from mmqc.calibration.sequential import Inputs
 
 ASKED = 750  # questions
+TWICE = (("gptq", "W2 g64 sym"), ("gptq", "W2 g32 asym"), ("awq", "W3 g128 asym"))  # where the mean is about twice the peer's
 
 
 @torch.no_grad()
@@ -90,18 +93,27 @@ def summary(ours: list[dict[str, list[float]]], theirs: list[dict[str, list[floa
     return found | {"lost": dict(zip(("mmqc", "peer"), lost, strict=True))}
 
 
+def named(key: str, inputs: Inputs) -> str:
+    """Of mmqc's runs."""
+    return key if inputs == "quantized" else f"{key} {inputs}"
+
+
 def path(data: Path, key: str, number: int) -> Path:
     """Where a run is kept."""
     return data / str(number) / f"{key}.json"
 
 
-def write(case: Case, data: Path) -> None:
+def write(case: Case, data: Path, inputs: Inputs = "quantized") -> None:
     """Put on file what both sides have measured of a case."""
-    numbers = [n for n in ORDERS if all(path(data, key, n).exists() for key in keys(case))]
+    ours, theirs = keys(case)
+    both = named(ours, inputs), theirs
+    numbers = [n for n in ORDERS if all(path(data, key, n).exists() for key in both)]
     if numbers:
-        sides = [[json.loads(path(data, key, n).read_text()) for n in numbers] for key in keys(case)]
+        sides = [[json.loads(path(data, key, n).read_text()) for n in numbers] for key in both]
         found = read(OF_ORDERS) | about("python -m benchmarks.peers.orders") | {"sample": SAMPLE, "questions": ASKED}
-        found.setdefault("rows", {})[" ".join(keys(case))] = {"orders": numbers} | summary(*sides)
+        medians = [float(f"{np.median([run['kl'] for run in side]):.3g}") for side in sides]
+        row = {"orders": numbers} | summary(*sides) | {"median KL": dict(zip(("mmqc", "peer"), medians, strict=True))}
+        found.setdefault("rows" if inputs == "quantized" else inputs, {})[" ".join(keys(case))] = row
         OF_ORDERS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -110,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sides", nargs="+", choices=compare.SIDES, default=compare.SIDES)
     parser.add_argument("--numbers", nargs="+", type=int, choices=ORDERS, default=ORDERS)
+    parser.add_argument("--asymmetric", action="store_true", help="mmqc's on asymmetric inputs, not on quantized ones")
     parser.add_argument("--data", type=Path, default=compare.ROOT / "build/peers/orders")
     parser.add_argument("--environments", type=Path, default=compare.ROOT / "build/peers")
     options = parser.parse_args()
@@ -117,16 +130,23 @@ def main() -> None:
     for number in options.numbers:
         data, change = options.data / str(number), partial(reorder, number=number)
         export(SAMPLE, data / SAMPLE, compare.CALIBRATION, ASKED, change=change)
+        inputs: Inputs = "asymmetric" if options.asymmetric else "quantized"
         for case in chosen():
+            if options.asymmetric and (case.ours, case.form) not in TWICE:
+                continue
             for library, key in zip(compare.SIDES, keys(case), strict=True):
-                kept = path(options.data, key, number)
+                is_ours = library == "mmqc"
+                kept = path(options.data, named(key, inputs) if is_ours else key, number)
                 if library not in options.sides or kept.exists():
                     continue
-                is_ours = library == "mmqc"
-                run = compare.ours(case, data, change=change) if is_ours else compare.theirs(case, data, options.environments)
+                run = (
+                    compare.ours(case, data, change=change, inputs=inputs)
+                    if is_ours
+                    else compare.theirs(case, data, options.environments)
+                )
                 kept.write_text(json.dumps(run))
                 print(number, key, {kind: round(float(np.mean(values)), 5) for kind, values in run.items()}, flush=True)
-            write(case, options.data)
+            write(case, options.data, inputs)
 
 
 if __name__ == "__main__":
