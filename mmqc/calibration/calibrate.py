@@ -210,7 +210,7 @@ class Observer:
     def expect(self, x: Tensor) -> None:
         """One call's input in the floating-point model; ``update`` is told the same calls in the same order."""
         if self.seen.paired:
-            self.expected.append(x)
+            self.expected.append(x.clone())  # the model may write to it before it is asked for
 
     def update(self, x: Tensor) -> None:
         """Take in one call's input, what the weight multiplies."""

@@ -87,8 +87,9 @@ def test_observer__pairs_rows_with_the_floating_point_models() -> None:
     y, x = (torch.randn(1, 4, 3, generator=g) for _ in range(2))
     watch = Watch(True, None, True, skip=torch.tensor([1]), row_weights={TEXT: 2.0, VISUAL: 0.5})
     observer = Observer(watch, context([[0, 1, 1, 0]]), paired=True)
-    for part in (x, 2 * x):
+    for part in (x.clone(), 2 * x):
         observer.expect(part)
+        part.zero_()
     for part in (y, 2 * y):
         observer.update(part)
     weights = torch.tensor([2.0, 0.5, 0.5, 2.0], dtype=torch.float64)[:, None]
