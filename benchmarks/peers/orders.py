@@ -89,8 +89,10 @@ def summary(ours: list[dict[str, list[float]]], theirs: list[dict[str, list[floa
             "difference": [float(f"{v:.3g}") for v in (mean, low, high)],
             "mmqc is": verdict(low, high),
         }
-    lost = [[int((np.array(run["kl"]) > LOST).sum()) for run in side] for side in (ours, theirs)]
-    return found | {"lost": dict(zip(("mmqc", "peer"), lost, strict=True))}
+    both = {"mmqc": ours, "peer": theirs}
+    found["lost"] = {name: [int((np.array(run["kl"]) > LOST).sum()) for run in side] for name, side in both.items()}
+    found["median KL"] = {name: float(f"{np.median([run['kl'] for run in side]):.3g}") for name, side in both.items()}
+    return found
 
 
 def named(key: str, inputs: Inputs) -> str:
@@ -111,8 +113,7 @@ def write(case: Case, data: Path, inputs: Inputs = "quantized") -> None:
     if numbers:
         sides = [[json.loads(path(data, key, n).read_text()) for n in numbers] for key in both]
         found = read(OF_ORDERS) | about("python -m benchmarks.peers.orders") | {"sample": SAMPLE, "questions": ASKED}
-        medians = [float(f"{np.median([run['kl'] for run in side]):.3g}") for side in sides]
-        row = {"orders": numbers} | summary(*sides) | {"median KL": dict(zip(("mmqc", "peer"), medians, strict=True))}
+        row = {"orders": numbers} | summary(*sides)
         found.setdefault("rows" if inputs == "quantized" else inputs, {})[" ".join(keys(case))] = row
         OF_ORDERS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

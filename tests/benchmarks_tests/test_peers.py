@@ -10,7 +10,7 @@ from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
 import mmqc
-from benchmarks.peers import compare, drawn, held_out, orders, questions
+from benchmarks.peers import asymmetric, cases, compare, drawn, held_out, orders, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -142,6 +142,21 @@ def test_reorder__another_order_of_channels_computes_the_same() -> None:
     assert not same & moved
 
 
+def test_of_asymmetric__both_sides_and_medians() -> None:
+    case = asymmetric.chosen()[0]
+    ours, theirs = cases.keys(case)
+    run = lambda kl: {"nll": [1.0] * 20, "kl": [kl] * 20}  # noqa: E731
+    first = {ours: run(0.04), theirs: run(0.08)}
+    page = drawn.of_asymmetric(first, {"runs": {ours: run(0.02)}})
+    assert page.startswith(
+        "Of 2 intervals beside quantized inputs 1 better, 1 tie, 0 worse; beside the peer 1 better, 1 tie, 0 worse."
+    )
+    assert "is 0.50 of that with quantized inputs, and 0.25 of the peer's" in page
+    assert "inputs it is 0.50 of" in page
+    assert "| 0.04000 / 0.02000 / 0.08000 | 4.0e-02 / 2.0e-02 / 8.0e-02 | tie | better | tie | better |" in page
+    assert {c.peer for c in asymmetric.chosen()} == {f"llmcompressor {c.ours}" for c in asymmetric.chosen()}
+
+
 def test_of_orders__says_how_often_mmqc_is_what() -> None:
     case = orders.chosen()[0]
     low = [{"nll": [0.1, 0.2], "kl": [0.0, 0.1]}, {"nll": [0.2, 0.2], "kl": [0.1, 0.1]}]
@@ -150,6 +165,7 @@ def test_of_orders__says_how_often_mmqc_is_what() -> None:
     assert row["kl"]["mmqc is"] == "better"
     assert row["kl"]["difference"] == [-1.0, -1.0, -1.0]
     assert row["lost"] == {"mmqc": [0, 0], "peer": [2, 2]}
+    assert row["median KL"] == {"mmqc": 0.1, "peer": 1.1}
     page = drawn.of_orders({"rows": {" ".join(orders.keys(case)): row}})
     assert page.startswith("2 better, 0 tie, 0 worse of 2 intervals")
     assert "| 2 of 2 |" in page
