@@ -15,15 +15,10 @@ import numpy as np
 import torch
 
 from benchmarks.peers import compare
-from benchmarks.peers.cases import CASES, SAMPLES, Case, keys
+from benchmarks.peers.cases import SAMPLES, keys, nearest
 from benchmarks.peers.drawn import OF_ASYMMETRIC, read
 from benchmarks.peers.export import export
 from examples.studies.study import about
-
-
-def chosen() -> list[Case]:
-    """Of the same method on both sides."""
-    return [case for case in CASES if case.peer == f"llmcompressor {case.ours}"]
 
 
 def main() -> None:
@@ -34,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     stamp = about("python -m benchmarks.peers.asymmetric")
-    for case in chosen():
+    for case in nearest():
         key, _ = keys(case)
         if case.sample not in options.samples or key in read(OF_ASYMMETRIC).get("runs", {}):
             continue

@@ -77,6 +77,12 @@ UNRUN = {
 }
 
 
+def nearest() -> list[Case]:
+    """Of each of mmqc's recipes the comparison with the method that is most like it, where both read data."""
+    like = {"learned": "autoround", "awq+learned": "autoround"}
+    return [case for case in CASES if case.peer == f"llmcompressor {like.get(case.ours, case.ours)}"]
+
+
 def name_of(sample: str) -> str:
     """On the page: digits, stress, docs-vqa."""
     return sample.removeprefix("digits-vqa").lstrip("-") or "digits"

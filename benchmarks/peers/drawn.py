@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.cases import CASES, Case, keys, name_of, verdict
+from benchmarks.peers.cases import CASES, Case, keys, name_of, nearest, verdict
 from examples.studies.study import table
 from mmqc.samples.scoring import bootstrap
 
@@ -168,9 +168,9 @@ def of_asymmetric(first: dict[str, Any], found: dict[str, Any]) -> str:
     """The table of what asymmetric.py has on file beside both sides of the page, and what its intervals and medians say."""
     lines, said, medians = [], [], []
     runs = found.get("runs", {})
-    for case in CASES:
+    for case in nearest():
         ours, theirs = keys(case)
-        if ours not in runs or case.peer != f"llmcompressor {case.ours}":
+        if ours not in runs:
             continue
         sides = first[ours], runs[ours], first[theirs]
         cells = [" / ".join(f"{np.mean(side[kind]):.{digits}f}" for side in sides) for kind, digits in KINDS.items()]
@@ -182,8 +182,9 @@ def of_asymmetric(first: dict[str, Any], found: dict[str, Any]) -> str:
                 difference = bootstrap(np.subtract(sides[1][kind], other[kind]))
                 words.append(verdict(difference.low, difference.high))
         said.append(words)
-        lines.append((case.form, name_of(case.sample), case.ours, *cells, " / ".join(f"{m:.1e}" for m in middle), *words))
-    head = ("form", "sample", "mmqc and peer", "NLL: quantized / asymmetric / peer", "KL", "median KL", "by NLL, beside quantized",
+        methods = case.ours, case.peer.removeprefix("llmcompressor ")
+        lines.append((case.form, name_of(case.sample), *methods, *cells, " / ".join(f"{m:.1e}" for m in middle), *words))
+    head = ("form", "sample", "mmqc", "peer", "NLL: quantized / asymmetric / peer", "KL", "median KL", "by NLL, beside quantized",
             "by KL", "by NLL, beside the peer", "by KL")  # fmt: skip
     counts = [
         ", ".join(f"{sum(words[i : i + 2].count(word) for words in said)} {word}" for word in ("better", "tie", "worse"))

@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mmqc.calibration import joined
 from mmqc.calibration.blocks import Layout, Outside, Segment
@@ -31,7 +30,7 @@ from mmqc.calibration.measure import Loss, Meter
 from mmqc.calibration.observe import Call, observe
 from mmqc.calibration.residency import Residency
 from mmqc.calibration.spool import Spool
-from mmqc.calibration.stream import Feed, capture
+from mmqc.calibration.stream import Feed, capture, result_of
 from mmqc.calibration.twins import Twins
 from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.nn.integer_weight import PackedLinear
@@ -281,13 +280,14 @@ class Sequential:
         after, learns = self.inputs != "float", bool(self.worker.learns(inside))
         twin = None if self.twins is None else self.twins.feed(feed.segment)
         observers = self._observers(inside, () if twin is None else inside)
+        new: dict[int, list[Any]] = {}
+        wanted = new if twin is None else {}  # that the block is to return, where rounding is learned
         if self.twins is not None and twin is not None:
-            wanted = dict(self.twins.outputs(self.model, feed, number, observers, keep=learns or not last))
+            given = wanted if learns else None
+            new = dict(self.twins.outputs(self.model, feed, number, observers, not last, given))
         elif observers or learns or not (last or after):
             with observe(self.model, observers):
-                wanted = dict(self._outputs(feed, number, keep=learns or not (last or after)))
-        else:
-            wanted = {}
+                new.update(self._outputs(feed, number, keep=learns or not (last or after)))
         built = self.worker.solve(inside, self._joined(inside, observers)) if inside else {}
         if learns:
             built = self._learn(feed, number, inside, wanted)
@@ -295,12 +295,12 @@ class Sequential:
             for batch in [b for b in feed.batches if b in self.measured] if meters else ():
                 feed.call(self.model, number, batch)
         self.worker.swap(built, self._losses(meters))
-        if last or (after and twin is None):
-            feed.drop(wanted)
-            wanted = {}
         if twin is not None:
-            twin.advance(number, wanted)
-        feed.advance(number, dict(self._outputs(feed, number)) if after and not last else wanted if twin is None else {})
+            twin.advance(number, new)
+        if after or last:
+            feed.drop(wanted)
+            new = {} if last else dict(self._outputs(feed, number))
+        feed.advance(number, new)
 
     def _learn(self, feed: Feed, number: int, inside: list[str], wanted: Mapping[int, list[Any]]) -> dict[str, PackedLinear]:
         """The block's linears, rounded by what the block returns; it is still in floating point, and returned ``wanted``."""
@@ -308,7 +308,7 @@ class Sequential:
         language, row_weights = self.language[learned[0]], self.watches[learned[0]].row_weights
 
         def loss(batch: int) -> Tensor:
-            result = _result(feed.call(self.model, number, batch))
+            result = result_of(feed.call(self.model, number, batch))
             wide = result.to(torch.promote_types(result.dtype, torch.float32))
             error = wide - self.store.get(wanted[batch][0], self.residency.device)
             with feed.during(batch):
@@ -330,7 +330,3 @@ class Sequential:
     def _losses(self, meters: Mapping[Call, Meter]) -> dict[str, Loss]:
         return joined.losses(self.ranks, {place.module: meter.loss for place, meter in meters.items()})
 
-
-def _result(output: Any) -> Tensor:
-    """What a block returns: attention weights, if any, are behind it."""
-    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))

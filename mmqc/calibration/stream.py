@@ -29,6 +29,11 @@ class _Enough(Exception):  # noqa: N818  (it is no error)
     """All that a forward was run for has been seen."""
 
 
+def result_of(output: Any) -> Tensor:
+    """What a block returns: attention weights, if any, are behind it."""
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+
+
 class Feed:
     """The arguments of a segment's blocks; ``advance`` makes the outputs of one the inputs of the next.
 

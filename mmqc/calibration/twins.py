@@ -19,8 +19,9 @@ from mmqc.calibration.blocks import Segment
 from mmqc.calibration.calibrate import Observer
 from mmqc.calibration.observe import observe
 from mmqc.calibration.spool import Spool
-from mmqc.calibration.stream import Feed, capture
+from mmqc.calibration.stream import Feed, capture, result_of
 from mmqc.distributed.ranks import Ranks
+from mmqc.solvers.asymmetric import SHARE
 
 Calls = Iterable[tuple[int, Callable[[], Any]]]
 
@@ -60,7 +61,13 @@ class Twins:
             yield number, call
 
     def outputs(
-        self, model: nn.Module, feed: Feed, number: int, observers: Mapping[str, Observer], keep: bool
+        self,
+        model: nn.Module,
+        feed: Feed,
+        number: int,
+        observers: Mapping[str, Observer],
+        keep: bool,
+        wanted: dict[int, list[Any]] | None = None,
     ) -> Iterator[tuple[int, list[Any]]]:
         """What a block, still in floating point, makes of the floating-point inputs, batch by batch, once it was called for both.
 
@@ -69,7 +76,9 @@ class Twins:
             feed: of the same segment, with the inputs that the quantized blocks make.
             number: of the block in its segment.
             observers: of linears in the block; they see both.
-            keep: whether outputs are wanted.
+            keep: whether outputs are asked for.
+            wanted: gets what the block is to return once it is quantized, by batch: as far from what it makes of the quantized
+                inputs to what it makes of the others as a linear's target is (solvers/asymmetric.py).
         """
         twin = self.feeds[id(feed.segment)]
         for batch in twin.batches:
@@ -77,9 +86,11 @@ class Twins:
                 observer.expected.clear()
             with observe(model, {fqn: observer.expect for fqn, observer in observers.items()}):
                 found = twin.call(model, number, batch)
-            if observers:
+            if observers or wanted is not None:
                 with observe(model, observers):
-                    feed.call(model, number, batch)
+                    own = result_of(feed.call(model, number, batch))
+                if wanted is not None:
+                    wanted[batch] = [self.spool.put(own + SHARE * (result_of(found) - own))]
             yield batch, twin.outputs(found) if keep else []
 
     def _keep(self, fqn: str, x: Tensor) -> None:

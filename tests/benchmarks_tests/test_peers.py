@@ -10,7 +10,7 @@ from tolerance import assert_close
 from torchao.quantization.granularity import PerGroup
 
 import mmqc
-from benchmarks.peers import asymmetric, cases, compare, drawn, held_out, orders, questions
+from benchmarks.peers import cases, compare, drawn, held_out, orders, questions
 from benchmarks.peers.answers import answers, scores
 from benchmarks.peers.cases import CASES, RECIPES
 from benchmarks.peers.reasons import REASONS
@@ -143,7 +143,7 @@ def test_reorder__another_order_of_channels_computes_the_same() -> None:
 
 
 def test_of_asymmetric__both_sides_and_medians() -> None:
-    case = asymmetric.chosen()[0]
+    case = cases.nearest()[0]
     ours, theirs = cases.keys(case)
     run = lambda kl: {"nll": [1.0] * 20, "kl": [kl] * 20}  # noqa: E731
     first = {ours: run(0.04), theirs: run(0.08)}
@@ -154,7 +154,8 @@ def test_of_asymmetric__both_sides_and_medians() -> None:
     assert "is 0.50 of that with quantized inputs, and 0.25 of the peer's" in page
     assert "inputs it is 0.50 of" in page
     assert "| 0.04000 / 0.02000 / 0.08000 | 4.0e-02 / 2.0e-02 / 8.0e-02 | tie | better | tie | better |" in page
-    assert {c.peer for c in asymmetric.chosen()} == {f"llmcompressor {c.ours}" for c in asymmetric.chosen()}
+    assert {(c.ours, c.peer) for c in cases.nearest()} >= {("gptq", "llmcompressor gptq"), ("learned", "llmcompressor autoround")}
+    assert len({(c.sample, c.ours, c.form) for c in cases.nearest()}) == len(cases.nearest())
 
 
 def test_of_orders__says_how_often_mmqc_is_what() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -71,3 +72,35 @@ def test_tell__what_a_batch_did_not_call_is_not_the_next_ones() -> None:
     assert observers["up"].seen.paired
     assert observers["up"].seen.drift is not None
     assert not observers["up"].seen.drift.any()
+
+
+class Fed:
+    """As a ``Feed`` of one block, which has an input for each batch."""
+
+    def __init__(self, segment: Any, xs: list[Tensor]) -> None:
+        self.segment, self.xs, self.batches = segment, xs, list(range(len(xs)))
+
+    def call(self, model: nn.Module, number: int, batch: int) -> tuple[Tensor, None]:
+        return model(self.xs[batch].clone(), 1), None
+
+    def outputs(self, output: Any) -> list[Tensor]:
+        return [output[0]]
+
+
+@torch.no_grad()
+def test_outputs__linears_see_both_and_what_is_wanted_lies_half_way() -> None:
+    torch.manual_seed(0)
+    model, segment = Twice(), object()
+    xs, ys = ([torch.randn(4, 3) for _ in range(2)] for _ in range(2))
+    feed: Any = Fed(segment, ys)
+    twins = Twins({id(segment): cast(Any, Fed(segment, xs))}, [], Spool(), torch.device("cpu"))
+    observers = {"up": Observer(Watch(False, None, True), None, paired=True)}
+    wanted: dict[int, list[Any]] = {}
+    found = dict(twins.outputs(model, feed, 0, observers, True, wanted))
+    drift = sum((x - y).double().T @ y.double() for x, y in zip(xs, ys, strict=True))
+    assert observers["up"].seen.drift is not None
+    assert float((observers["up"].seen.drift - drift).abs().max()) < 1e-5
+    for batch, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        assert torch.equal(found[batch][0], model.up(x))
+        assert float((wanted[batch][0] - (model.up(x) + model.up(y)) / 2).abs().max()) < 1e-6
+    assert not dict(twins.outputs(model, feed, 0, {}, False))[0]
