@@ -197,9 +197,7 @@ def child(args: argparse.Namespace) -> None:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     config = config_of(recipe, samples)
     batches = [batch_of(tokens, model.dtype, i) for i in range(samples)] or None
-    more: dict[str, Any] = {"device": device} if args.offload else {}
-    if args.inputs != "float":
-        more["inputs"] = args.inputs
+    more: dict[str, Any] = {"inputs": args.inputs} | ({"device": device} if args.offload else {})
     times: dict[str, float] = {}
     kinds: dict[str, dict[str, float]] = {}
     if not args.dry:

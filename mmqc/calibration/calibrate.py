@@ -130,12 +130,6 @@ class InputStatistics:
             self.hessian = add_second_moment(self.hessian, group, weight)
         self.rows += len(rows)
 
-    def add_drift(self, errors: Mapping[str, Tensor], parts: Mapping[str, Tensor], error: Tensor, rows: Tensor) -> None:
-        """Take X - Y, ``error`` [M, K], of the ``rows`` into the drift; ``errors`` and ``parts`` are the same by modality."""
-        pairs = zip(weighted(errors, self.row_weights, error), weighted(parts, self.row_weights, rows), strict=True)
-        for (weight, difference), (_, group) in pairs:
-            self.drift = add_drift(self.drift, difference, group, weight)
-
     def scales(self, spec: ActivationSpec, language: bool) -> list[float] | None:
         """[text, visual] for MSQ in the language model, else one scale; None if no input was seen.
 
@@ -232,6 +226,8 @@ class Observer:
         if wanted is None or wanted.shape != x.shape or MIXED in parts:
             self.seen.paired, self.seen.drift = False, None
             return
-        error = wanted - given
-        errors = by_modality(error, self.watch.language, self.context)
-        self.seen.add_drift(errors, parts, error.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]))
+        weights = self.seen.row_weights
+        errors = weighted_rows(wanted - given, self.watch.language, self.context, weights)
+        rows = weighted_rows(x, self.watch.language, self.context, weights)
+        for (weight, error), (_, group) in zip(errors, rows, strict=True):
+            self.seen.drift = add_drift(self.seen.drift, error, group, weight)

@@ -28,14 +28,7 @@ def add_second_moment(h: Tensor | None, x: Tensor, weight: float = 1.0) -> Tenso
         x: floating point [M, K].
         weight: of all rows of ``x``.
     """
-    width = x.shape[1]
-    if h is None:
-        h = torch.zeros(width, width, dtype=torch.float64, device=x.device)
-    for rows in x.split(ROWS):
-        for start in range(0, width, PANEL):
-            stop = min(start + PANEL, width)
-            h[start:stop, :stop].add_(_product(rows[:, start:stop], rows[:, :stop]), alpha=weight)
-    return h
+    return _added(h, x, x, weight, below=True)
 
 
 def add_drift(d: Tensor | None, error: Tensor, y: Tensor, weight: float = 1.0) -> Tensor:
@@ -47,14 +40,20 @@ def add_drift(d: Tensor | None, error: Tensor, y: Tensor, weight: float = 1.0) -
         y: floating point [M, K].
         weight: of all rows.
     """
-    width = y.shape[1]
-    if d is None:
-        d = torch.zeros(width, width, dtype=torch.float64, device=y.device)
-    for left, right in zip(error.split(ROWS), y.split(ROWS), strict=True):
+    return _added(d, error, y, weight, below=False)
+
+
+def _added(h: Tensor | None, a: Tensor, b: Tensor, weight: float, below: bool) -> Tensor:
+    """``h`` + ``weight`` AᵀB in place; ``below``: on and below the diagonal blocks."""
+    width = b.shape[1]
+    if h is None:
+        h = torch.zeros(width, width, dtype=torch.float64, device=b.device)
+    for left, right in zip(a.split(ROWS), b.split(ROWS), strict=True):
         for start in range(0, width, PANEL):
             stop = min(start + PANEL, width)
-            d[start:stop].add_(_product(left[:, start:stop], right), alpha=weight)
-    return d
+            end = stop if below else width
+            h[start:stop, :end].add_(_product(left[:, start:stop], right[:, :end]), alpha=weight)
+    return h
 
 
 def mirror_(h: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ class Request:
     @property
     def needs_batches(self) -> bool:
         """Whether the weights cannot be quantized without data."""
-        return self.changes_weights and (self.config.rewrites != Rewrites() or self.config.needs_calibration)
+        compares = self.inputs == "asymmetric"
+        return self.changes_weights and (self.config.rewrites != Rewrites() or self.config.needs_calibration or compares)
 
     @property
     def records(self) -> bool:
@@ -113,7 +114,7 @@ class Request:
             _warn_of_global_hooks()
         _check_options(self)
         check_trace()
-        if self.needs_batches or self.records or (self.changes_weights and self.inputs == "asymmetric"):
+        if self.needs_batches or self.records:
             _check_batches(self)
 
 

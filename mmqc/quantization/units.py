@@ -189,7 +189,7 @@ class UnitWorker:
     def aimed(self, fqn: str, weight: Tensor, hessian: Tensor | None) -> Tensor:
         """What a solver is given of a weight."""
         drift = self.drifts.pop(fqn, None)
-        return weight if drift is None or hessian is None else toward_float(weight, hessian, drift)
+        return weight if drift is None or hessian is None else toward_float(weight, hessian, drift, name=fqn)
 
     def finished(self, linears: Sequence[str]) -> bool:
         """Whether a unit is done: in this run or in an earlier one."""

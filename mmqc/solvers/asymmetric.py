@@ -16,19 +16,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmqc.solvers.second_moment import check_hessian
+
 SHARE = 0.5
 DAMPING = 0.01
 
 
-def toward_float(weight: Tensor, hessian: Tensor, drift: Tensor, share: float = SHARE) -> Tensor:
-    """W' in the weight's dtype, computed in float64; W itself where the solver will say what is wrong with H.
+def toward_float(weight: Tensor, hessian: Tensor, drift: Tensor, share: float = SHARE, name: str = "weight") -> Tensor:
+    """W' in the weight's dtype, computed in float64.
 
     Args:
         weight: W, floating point [N, K].
         hessian: H, float64 [K, K], positive semidefinite; in use until this returns, for its factor is all the memory it takes.
         drift: D, float64 [K, K], the rows weighted as in H.
         share: a, from 0 (W itself) to 1.
+        name: FQN for error messages.
+
+    Raises:
+        ValueError: H is NaN or infinite somewhere, or not positive semidefinite.
     """
+    check_hessian(hessian, weight, name, "asymmetric")
     used = hessian.diagonal() > 0
     if not used.any():
         return weight
@@ -38,6 +45,6 @@ def toward_float(weight: Tensor, hessian: Tensor, drift: Tensor, share: float = 
     factor, failed = torch.linalg.cholesky_ex(hessian)
     diagonal.copy_(before)
     if failed:
-        return weight
+        raise ValueError(f"{name}: the second moment of its inputs is not positive semidefinite")
     step = torch.cholesky_solve((weight.double() @ drift).mT, factor).mT
     return (weight.double() + share * step).to(weight.dtype)

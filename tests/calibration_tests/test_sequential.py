@@ -142,9 +142,9 @@ def test_asymmetric_inputs__are_compared_with_the_floating_point_models(monkeypa
     given: dict[int, tuple[Tensor, Tensor]] = {}
     real = mmqc.quantization.units.toward_float
 
-    def watched(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
+    def watched(weight: Tensor, hessian: Tensor, drift: Tensor, name: str) -> Tensor:
         given[float(weight.double().sum())] = (hessian.clone(), drift.clone())
-        return real(weight, hessian, drift)
+        return real(weight, hessian, drift, name=name)
 
     monkeypatch.setattr(mmqc.quantization.units, "toward_float", watched)
     weights = {n: float(m.weight.detach().double().sum()) for n, m in plain.named_modules() if isinstance(m, nn.Linear)}

@@ -53,12 +53,12 @@ def test_toward_float__no_inputs_or_no_drift_leave_the_weight(dtype: torch.dtype
     assert torch.equal(toward_float(w, y.T @ y, zero), w)
 
 
-def test_toward_float__leaves_what_is_wrong_with_a_second_moment_to_the_solver() -> None:
+@pytest.mark.parametrize(("spoiled", "message"), [("nan", "NaN or infinite"), ("indefinite", "not positive semidefinite")])
+def test_toward_float__says_what_is_wrong_with_a_second_moment(spoiled: str, message: str) -> None:
     w, x, y = data(3)
     h, d = y.T @ y, (x - y).T @ y
-    for bad in (
-        h.clone().fill_diagonal_(float("nan")),
-        h.clone().index_fill_(0, torch.tensor([1]), float("nan")),
-        h - 100 * h.norm(),
-    ):
-        assert torch.equal(toward_float(w, bad, d), w)
+    bad = h.clone().index_fill_(0, torch.tensor([1]), float("nan")) if spoiled == "nan" else h - h.diagonal().min() / 2
+    kept = bad.clone()
+    with pytest.raises(ValueError, match=f"layers.0.up.weight: .*{message}"):
+        toward_float(w, bad, d, name="layers.0.up.weight")
+    assert torch.equal(bad, kept) or spoiled == "nan"
