@@ -150,6 +150,43 @@ def spread(found: list[dict[str, Any]]) -> str:
     return table(head, ((*key, *(line.get(way, "–") for way in ways)) for key, line in lines.items()))
 
 
+def beyond(runs: dict[str, Any]) -> str:
+    """What other draws, questions and orders say of the rows, and what asymmetric inputs do for them."""
+    return f"""The same rows on four other draws of 64 batches, which nobody had looked at when the rows were chosen; intervals
+are of a bootstrap over draws and questions (`python -m benchmarks.peers.draws`):
+
+{drawn.of_draws(drawn.read(drawn.OF_DRAWS)["runs"])}
+
+{drawn.of_questions(drawn.read(drawn.OF_QUESTIONS))}
+
+So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
+("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
+many. Errors of layers do not say so: {drawn.of_errors(drawn.read(drawn.OF_ERRORS))}
+
+An interval over questions of one model takes that model's rounding errors as they fell. A decoder computes the same whatever the
+order of its channels is, while groups and the sweep over columns follow it: another order is another draw of all rounding errors,
+and neither side sees which one it has. Digits with its channels in other orders, both sides measured anew, intervals of a bootstrap
+over orders and questions, and how many orders mmqc's mean is less in (`python -m benchmarks.peers.orders`):
+
+{drawn.of_orders(drawn.read(drawn.OF_ORDERS))}
+
+So what mmqc loses at W2 g32 sym is the luck of one order. At W2 g64 and W2 g32 asym by GPTQ, and at W3 by AWQ, its mean KL is
+about twice the peer's in seven or eight of eight orders: too regular for luck, and still three questions of 750, which intervals
+that draw questions as well do not tell from a tie.
+
+With `inputs="asymmetric"` a linear is rounded so that it gives, on what the quantized blocks in front feed it, what the
+floating-point model gives ([ADR 55](../adr/0055-targets-of-the-floating-point-model.md)). The rows of this page again
+(`python -m benchmarks.peers.asymmetric`):
+
+{drawn.of_asymmetric(runs, drawn.read(drawn.OF_ASYMMETRIC))}
+
+So the median answer is nearer to the floating-point model's, and in 2 bits the few of digits that are lost are not kept. In the
+eight orders of channels, the rows of which mmqc's mean is about twice the peer's
+(`python -m benchmarks.peers.orders --sides mmqc --asymmetric`):
+
+{drawn.of_orders(drawn.read(drawn.OF_ORDERS), "asymmetric")}"""
+
+
 def page(found: dict[str, Any]) -> str:
     """The page's text."""
     head = ("form", "sample", "mmqc", "peer", "NLL", "difference", "KL", "difference", "by NLL mmqc is", "by KL")
@@ -177,38 +214,7 @@ Of {len(CASES)} comparisons {len(made)} are measured; the command measures the o
 
 {reasons(made)}
 
-The same rows on four other draws of 64 batches, which nobody had looked at when the rows were chosen; intervals are of a bootstrap
-over draws and questions (`python -m benchmarks.peers.draws`):
-
-{drawn.of_draws(drawn.read(drawn.OF_DRAWS)["runs"])}
-
-{drawn.of_questions(drawn.read(drawn.OF_QUESTIONS))}
-
-So 300 questions say too little of digits: few of them hold nearly all of a mean there, and these are questions of how many
-("how many 6s are in image 2?"). In 2 bits, and in AWQ's 3, mmqc loses more of these, and of the others together fewer or as
-many. Errors of layers do not say so: {drawn.of_errors(drawn.read(drawn.OF_ERRORS))}
-
-An interval over questions of one model takes that model's rounding errors as they fell. A decoder computes the same whatever the
-order of its channels is, while groups and the sweep over columns follow it: another order is another draw of all rounding errors,
-and neither side sees which one it has. Digits with its channels in other orders, both sides measured anew, intervals of a bootstrap
-over orders and questions, and how many orders mmqc's mean is less in (`python -m benchmarks.peers.orders`):
-
-{drawn.of_orders(drawn.read(drawn.OF_ORDERS))}
-
-So what mmqc loses at W2 g32 sym is the luck of one order. At W2 g64 and W2 g32 asym by GPTQ, and at W3 by AWQ, its mean KL is
-about twice the peer's in seven or eight of eight orders: too regular for luck, and still three questions of 750, which intervals
-that draw questions as well do not tell from a tie.
-
-With `inputs="asymmetric"` a linear is rounded so that it gives, on what the quantized blocks in front feed it, what the
-floating-point model gives ([ADR 55](../adr/0055-targets-of-the-floating-point-model.md)). The rows of this page again
-(`python -m benchmarks.peers.asymmetric`):
-
-{drawn.of_asymmetric(found["runs"], drawn.read(drawn.OF_ASYMMETRIC))}
-
-So it makes most answers better, and in 2 bits does not keep the few of digits that are lost. In the eight orders of channels, the
-rows of which mmqc's mean is about twice the peer's (`python -m benchmarks.peers.orders --sides mmqc --asymmetric`):
-
-{drawn.of_orders(drawn.read(drawn.OF_ORDERS), "asymmetric")}
+{beyond(found["runs"])}
 
 The intervals above are over questions: another draw of batches, or another order of sums, is not in them. NLL and KL on fewer
 batches (`python -m benchmarks.peers.spread`); the second column is the peer's rounding in mmqc, one sweep on the step

@@ -122,7 +122,7 @@ class Sequential:
     spool: str | None = None
     say: Callable[[str], Any] = print
     ranks: Ranks = ALONE
-    twins: Twins | None = field(default=None, init=False)  # of asymmetric inputs
+    twins: Twins = field(init=False)  # empty but for asymmetric inputs
     begun: bool = field(default=False, init=False)  # whether something may be swapped
 
     @property
@@ -140,10 +140,13 @@ class Sequential:
         """
         together = [layout.units] if self.inputs == "float" else [[unit] for unit in layout.units]
         with closing(Spool(self.spool)) as self.store:
-            self.twins = None if self.begun or self.inputs != "asymmetric" else self._twins(layout)
+            self.twins = self._twins(layout) if self.inputs == "asymmetric" and not self.begun else self._none()
             self.begun = True
             for units in together:
                 self._begin(units, layout)
+
+    def _none(self) -> Twins:
+        return Twins({}, (), self.store, self.residency.device)
 
     def _twins(self, layout: Layout) -> Twins:
         """Of all segments that are not done, and of linears outside them but those of whole lists, which are too many to keep."""
@@ -167,12 +170,10 @@ class Sequential:
         if feeds or any(fqn in self.watches for fqn in observed):
             self.say("first inputs")
             until = layout.until(outside) if any(fqn in self.watches for fqn in observed) else None
-            kept = () if self.twins is None else self.twins.inputs
-            seen = self._observers(observed, kept)
-            calls: Any = ((number, self.calls[number]) for number in self.used)
+            seen = self._observers(observed, self.twins.inputs)
+            calls = ((number, self.calls[number]) for number in self.used)
             with observe(self.model, seen):
-                calls = calls if self.twins is None else self.twins.tell(seen, calls)
-                capture(self.model, list(feeds.values()), calls, until, self.ranks)
+                capture(self.model, list(feeds.values()), self.twins.tell(seen, calls), until, self.ranks)
             found = self._joined(observed, seen)
         else:
             found = {}
@@ -264,7 +265,7 @@ class Sequential:
     def _repeat(self, number: int, inside: list[str], feed: Feed | None, last: bool) -> None:
         """A block that an earlier run has finished: swap, and run it for the next one's inputs."""
         after = self.inputs != "float"
-        twin = self.twins.feed(feed.segment) if feed is not None and self.twins is not None else None
+        twin = None if feed is None else self.twins.feed(feed.segment)
         if twin is not None and not last:
             with self.residency.resident(twin.segment.blocks[number].name):
                 twin.advance(number, dict(self._outputs(twin, number)))
@@ -278,11 +279,11 @@ class Sequential:
 
     def _block(self, feed: Feed, number: int, inside: list[str], last: bool) -> None:
         after, learns = self.inputs != "float", bool(self.worker.learns(inside))
-        twin = None if self.twins is None else self.twins.feed(feed.segment)
+        twin = self.twins.feed(feed.segment)
         observers = self._observers(inside, () if twin is None else inside)
         new: dict[int, list[Any]] = {}
         wanted = new if twin is None else {}  # that the block is to return, where rounding is learned
-        if self.twins is not None and twin is not None:
+        if twin is not None:
             given = wanted if learns else None
             new = dict(self.twins.outputs(self.model, feed, number, observers, not last, given))
         elif observers or learns or not (last or after):
