@@ -330,4 +330,3 @@ class Sequential:
 
     def _losses(self, meters: Mapping[Call, Meter]) -> dict[str, Loss]:
         return joined.losses(self.ranks, {place.module: meter.loss for place, meter in meters.items()})
-
