@@ -1,13 +1,17 @@
 """Names of other packages, looked up in one place."""
 
+import importlib
 import inspect
-from types import SimpleNamespace
+import pkgutil
+from collections.abc import Iterator
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
 from models import tiny_qwen2_vl
 from transformers.modeling_outputs import BaseModelOutput
 
+import mmqc
 from mmqc import versions
 from mmqc.errors import REFUSED, MmqcError
 from mmqc.versions import MovedError, cache_name, cache_of, find, installed, numbers, without_encoders
@@ -66,3 +70,33 @@ def test_without_encoders__keeps_the_rest_and_its_class():
     output["video_outputs"] = torch.zeros(1)
     kept = without_encoders(output)
     assert (type(kept), list(kept)) == (BaseModelOutput, ["last_hidden_state"])
+
+
+def overridden() -> Iterator[tuple[str, FunctionType, FunctionType]]:
+    """(Name, ours, theirs) of every method of a class of ours that stands in for one of transformers'."""
+    for module in pkgutil.walk_packages(mmqc.__path__, "mmqc."):
+        try:
+            classes = vars(importlib.import_module(module.name)).values()
+        except ImportError:  # another engine's, which is not installed
+            continue
+        for cls in (c for c in classes if inspect.isclass(c) and c.__module__ == module.name):
+            for name, method in vars(cls).items():
+                bases = [b for b in cls.__mro__[1:] if name in vars(b)]
+                if bases and bases[0].__module__.startswith("transformers.") and not name.startswith("__"):
+                    ours, theirs = (getattr(m, "__func__", m) for m in (method, vars(bases[0])[name]))
+                    if isinstance(ours, FunctionType) and isinstance(theirs, FunctionType):
+                        yield f"{cls.__qualname__}.{name}", ours, theirs
+
+
+def test_overridden_methods__take_what_the_installed_transformers_gives_them():
+    """An argument more in a later version is no TypeError in the middle of loading a model."""
+    found = list(overridden())
+    for name, ours, theirs in found:
+        theirs_take = inspect.signature(theirs).parameters.values()
+        places = [object() for p in theirs_take if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = {p.name: object() for p in theirs_take if p.kind is p.KEYWORD_ONLY}
+        try:
+            inspect.signature(ours).bind(*places, **names)
+        except TypeError as error:
+            pytest.fail(f"{name}: {error}")
+    assert {"MmqcQuantizer.update_weight_conversions", "PackedLayer.update"} <= {name for name, _, _ in found}

@@ -14,6 +14,7 @@ from benchmarks.pages.kernel_sections import ROOT, table
 NAMES = {
     "rtn": "round to nearest, W4",
     "gptq": "GPTQ, W4 a channel",
+    "gptq-asymmetric": "GPTQ, W4 a channel, asymmetric inputs",
     "gptq-offload": "GPTQ, W4 a channel, offloaded",
     "awq": "AWQ, W4 g128",
     "mquant": "MQuant, W4A8",

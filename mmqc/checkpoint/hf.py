@@ -203,9 +203,9 @@ class MmqcQuantizer(HfQuantizer):
         self.quantization_config.own_names = not (asked and come_back(model, names, ours))
         return not self.quantization_config.own_names
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """None for files that have the model's own names."""
-        return [] if self.quantization_config.own_names else super().update_weight_conversions(weight_conversions)
+    def update_weight_conversions(self, weight_conversions: list[Any], *more: Any) -> list[Any]:
+        """None for files that have the model's own names; ``more``: the model, which newer versions of transformers give."""
+        return [] if self.quantization_config.own_names else super().update_weight_conversions(weight_conversions, *more)
 
     def seal(self, directory: Path) -> None:
         """What is left to do in a directory that was just written: nothing, config.json is signed as it is written."""
