@@ -293,7 +293,7 @@ def traced_place() -> str:
         return ""
     code, owner = converting[1].f_code, converting[1].f_locals.get("self")
     name = code.co_qualname
-    if isinstance(owner, nn.Module) and code in codes_of(type(owner).forward):
+    if isinstance(owner, nn.Module) and is_frame_of(type(owner).forward, converting[1]):
         code = inspect.unwrap(type(owner).forward).__code__  # a decorator's frame says little
         name = f"{type(owner).__name__}.forward"
     return f"{name} at {code.co_filename}:{code.co_firstlineno}"
@@ -358,19 +358,37 @@ def _model_frame(frame: Any) -> Frame | None:
     model = values.get(names[0]) if names else None  # "self", as a rule
     if not isinstance(model, nn.Module) or outermost_module() is not model or not _is_called(model):
         return None
-    if frame.f_code not in codes_of(type(model).forward):
+    if not is_frame_of(type(model).forward, frame):
         return None
     return Frame(model, _arguments(frame.f_code, values))
 
 
 def codes_of(function: Any) -> set[CodeType]:
     """The code of a function or method and of those that it decorates."""
-    found = set()
+    return {getattr(one, "__code__", None) for one in _decorated(function)}
+
+
+def is_frame_of(function: Any, frame: Any) -> bool:
+    """Whether a function, or one that it decorates, runs in this frame.
+
+    All functions of one decorator have one code: its frame also has to hold the function that is decorated here.
+    """
+    for one in _decorated(function):
+        code, inside = getattr(one, "__code__", None), getattr(one, "__wrapped__", None)
+        if code is not frame.f_code:
+            continue
+        held = [frame.f_locals.get(name) for name in code.co_freevars]
+        if inside is None or not held or any(value is inside for value in held):
+            return True
+    return False
+
+
+def _decorated(function: Any) -> Iterator[Any]:
+    """A function or method, and those that it decorates, one after the other."""
     while function is not None:
         function = getattr(function, "__func__", function)
-        found.add(getattr(function, "__code__", None))
+        yield function
         function = getattr(function, "__wrapped__", None)
-    return found
 
 
 def _is_called(model: nn.Module) -> bool:

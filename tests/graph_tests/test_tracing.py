@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
+from tolerance import assert_close
 from torch import Tensor, fx, nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from transformers import LlamaConfig, StaticCache
@@ -135,3 +137,40 @@ def test_as_tensor_of_numbers__is_one_graph_for_all() -> None:
             assert torch.equal(compiled(torch.ones(2), varying(sizes)), areas(torch.ones(2), sizes))
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Does nothing, as a wrapper whose code all that it decorates have in common."""
+
+    @functools.wraps(function)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+class TwoDecorated(nn.Module):
+    """Its forward and the method that sees the image have one decorator, as in NVIDIA's Nemotron Omni; the method ends a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projector = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    @decorated
+    def features(self, pixels: Tensor) -> Tensor:
+        """Of an image."""
+        torch._dynamo.graph_break()
+        return self.projector(pixels)
+
+    @decorated
+    def forward(self, input_ids: Tensor, pixels: Tensor) -> Tensor:
+        """Text and image."""
+        return self.embedding(input_ids) + self.features(pixels)
+
+
+def test_before_trace__a_method_with_the_decorator_of_the_forward_is_not_the_forward() -> None:
+    model = TwoDecorated().eval()
+    inputs = torch.arange(4)[None], torch.randn(1, 4, 4)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert_close(torch.compile(model, backend="mmqc")(*inputs), model(*inputs), torch.float32)
