@@ -221,7 +221,7 @@ class Finder:
         assert isinstance(owner, nn.Module)
         plain = getattr(function, "__func__", function)
         width = self.inputs[source].shape[1]
-        for form, columns in (("one row", range(width)), ("list", (0,))):
+        for form, columns in (("one row", range(width)), ("list", (0,)), ("rows", (0,))):
             # only the total matters, if it may stand in any column
             sites = [ArgumentSite(owner, call.code.co_name, plain, argument, source, form, c) for c in columns]
             with self.packed():

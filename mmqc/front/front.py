@@ -83,8 +83,8 @@ class Front:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Front, ()
 
-    def __del__(self) -> None:
-        RUNNING.table.pop(self.number, None)
+    def __del__(self, running: Any = RUNNING) -> None:  # an argument: at the end of Python the module's names are gone
+        running.table.pop(self.number, None)
 
     @classmethod
     def attach(cls, model: nn.Module) -> Front:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mmqc.front.observe import Call, Input
-from mmqc.graph.tracing import codes_of
+from mmqc.graph.tracing import Rows, codes_of
 
 Owner = nn.Module | dict[str, Any]
 numbers = itertools.count()
@@ -94,6 +94,7 @@ class ArgumentSite:
 
     Forms:
         list     the tensor as nested lists: what the method reads are numbers that Dynamo knows, and may vary
+        rows     the same, where the method asks for them by ``tolist``
         one row  [[1, ..., sum of the rows' products, ..., 1]]: for methods to which only the total matters
     """
 
@@ -108,8 +109,8 @@ class ArgumentSite:
     def compute(self, inputs: Mapping[str, Any]) -> Any:
         """The argument for these inputs."""
         tensor = inputs[self.source]
-        if self.form == "list":
-            return tensor.tolist()
+        if self.form in ("list", "rows"):
+            return (Rows if self.form == "rows" else list)(tensor.tolist())
         row = torch.ones_like(tensor[:1])
         row[0, self.column] = tensor.prod(-1).sum()
         return row

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.convert_frame import ConvertFrame
+from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.source import DynamicScalarSource, TensorProperty
@@ -110,6 +110,7 @@ class Tracing:
         self.backend, self.start, self.end = backend, start, end
         self.flags: ExitStack | None = None
         self.model: nn.Module | None = None
+        self.whole = False  # whether the caller wants one graph or an error
         self.broken: WeakSet[Any] = WeakSet()
 
     def install(self) -> None:
@@ -123,7 +124,7 @@ class Tracing:
         converting = _converting()
         if converting is None or not _is_behind(converting[0], self.backend):
             return
-        self.flags = ExitStack()
+        self.flags, self.whole = ExitStack(), isinstance(converting[0], ConvertFrameAssert)
         # A trace makes millions of objects and keeps most: looking through them for garbage took a tenth of a compilation.
         self.flags.enter_context(without_collections())
         if not torch._dynamo.config.assume_static_by_default:
@@ -157,7 +158,8 @@ class Tracing:
             self.broken.add(converter)
         default = torch._dynamo.config.recompile_limit in (DYNAMOS, PROGRAMS)
         if default and getattr(converter, "_recompile_limit", DYNAMOS) is None:
-            converter._inner_convert._recompile_limit = None if converter in self.broken else PROGRAMS
+            inner = getattr(converter, "_inner_convert", converter)
+            inner._recompile_limit = None if converter in self.broken else PROGRAMS
 
     def on_end(self, args: Any) -> None:
         """After it, also when an error is on its way."""
@@ -173,7 +175,8 @@ class Tracing:
         """What was set for the trace goes back, whatever comes between."""
         flags, model, self.flags, self.model = self.flags, self.model, None, None
         error = sys.exc_info()[1]
-        reason = data_dependent(error) if flags is not None and not _get_error_on_graph_break() else ""
+        breaks = flags is not None and not self.whole and not _get_error_on_graph_break()
+        reason = data_dependent(error) if breaks else ""
         try:
             if flags is not None:
                 flags.close()
@@ -329,13 +332,18 @@ def _first_lines(reason: str) -> str:
 
 
 def _converting() -> tuple[Any, Any] | None:
-    """Dynamo's converter and the frame that it is about to trace."""
+    """Dynamo's converter and the frame that it is about to trace; with ``fullgraph=True`` the converter is one that asserts."""
     frame: FrameType | None = sys._getframe(1)
+    alone: tuple[Any, Any] | None = None
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), ConvertFrame) and "frame" in frame.f_locals:
-            return frame.f_locals["self"], frame.f_locals["frame"]
+        converter = frame.f_locals.get("self")
+        if isinstance(converter, ConvertFrame | ConvertFrameAssert) and "frame" in frame.f_locals:
+            if isinstance(converter, ConvertFrame):
+                around = alone is None or converter._inner_convert is alone[0]
+                return (converter, frame.f_locals["frame"]) if around else alone
+            alone = alone or (converter, frame.f_locals["frame"])
         frame = frame.f_back
-    return None
+    return alone
 
 
 def _is_behind(wrapper: Any, backend: Any) -> bool:
@@ -435,10 +443,18 @@ def varies(source: Any) -> bool:
     return isinstance(source, DynamicScalarSource)
 
 
+class Rows(list[Any]):
+    """Numbers in place of an integer tensor, which may be asked for them."""
+
+    def tolist(self) -> list[Any]:
+        """As ``Tensor.tolist``."""
+        return list(self)
+
+
 def varying(value: Any) -> Any:
     """``value`` with every number marked as one that varies, so that Dynamo does not compile anew for another."""
     if type(value) is int:
         return DynamicInt(value)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, Rows):
         return type(value)(varying(v) for v in value)
     return value

@@ -53,6 +53,71 @@ def test_front__whole_forward_is_one_graph(quantized: bool) -> None:
     assert max(relative_error(a, expected) for a in actual) < SAME
 
 
+def test_front__one_graph_where_one_is_asked_for_from_the_first_call_on() -> None:
+    """Dynamo goes another way to its trace with ``fullgraph=True``."""
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
+    expected = logits(model, batch)
+    torch._dynamo.reset()
+    with collect_records() as records:
+        compiled = torch.compile(model, backend="mmqc", fullgraph=True)
+        actual = [logits(compiled, batch) for _ in range(2)]
+    assert len(records) == 1
+    assert max(relative_error(a, expected) for a in actual) < SAME
+
+
+def test_front__what_cannot_be_one_graph_is_torchs_error_where_one_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4).eval()
+    plain = model.forward
+    model.forward = lambda x: plain(x[: int(x[:, 0].sum())] if int(x[:, 0].sum()) > 2 else x)
+    with pytest.raises(Exception, match="Could not guard on data-dependent|data-dependent") as info:
+        torch.compile(model, backend="mmqc", fullgraph=True)(torch.ones(4, 4))
+    assert "mmqc: " not in str(info.value)
+    assert not caplog.records, "nothing runs as it is"
+
+
+class ByNumbers(nn.Module):
+    """A tower that asks its grid for all numbers at once, and views each image's patches by them, as LFM3-VL's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 4, 2, 2)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        """[total / 4, 4] of x [total, 4]."""
+        images, start = [], 0
+        for _, h, w in grid.tolist():
+            image = x[start : start + h * w].view(1, h, w, 4).permute(0, 3, 1, 2)
+            images.append(self.down(image).flatten(2)[0].mT)
+            start += h * w
+        return torch.cat(images)
+
+
+class Reader(nn.Module):
+    """Sees with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.visual = nn.Embedding(9, 4), ByNumbers()
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        return self.embedding(input_ids) + self.visual(pixel_values, image_grid_thw).sum(0)
+
+
+@torch.no_grad()
+def test_front__a_grid_that_is_asked_for_its_numbers_is_one_graph() -> None:
+    model = Reader().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    with collect_records() as records:
+        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]):
+            sizes = torch.tensor(grid)
+            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    assert len(records) == 1
+
+
 def test_find__copies_the_cache_before_it_watches() -> None:
     """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
     model, batch = tiny_qwen2_vl(depth=1)

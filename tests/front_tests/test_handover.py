@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmqc.front.handover import RUNNING, ArgumentSite, Installed, ValueSite, compute, leaves, numbers, plain, shape_product
 from mmqc.front.observe import Input
+from mmqc.graph.tracing import varying
 
 
 class Tower(nn.Module):
@@ -33,8 +34,9 @@ def test_compute__fills_the_table_for_one_call() -> None:
     assert handed.values == [[[4, 3], [12, 9]], []]
     assert handed.arguments[0] is None
     assert handed.arguments[1].tolist() == [[1, 1, 7]]
-    listed = ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", "list")
+    listed, rows = (ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", form) for form in ("list", "rows"))
     assert listed.compute({"grid": grid}) == grid.tolist()
+    assert varying(rows.compute({"grid": grid})).tolist() == grid.tolist()
 
 
 def test_readers__hand_over_while_compiling_only(monkeypatch: pytest.MonkeyPatch) -> None:
