@@ -65,7 +65,14 @@ activations = st.builds(
     percentile=st.floats(0, 1, exclude_min=True),
 )
 schemes = st.none() | st.builds(Scheme, weights, st.none() | activations)
-rewrites = st.builds(Rewrites, st.just(True), st.booleans(), st.just(True), st.booleans(), st.integers(0, 2**31))
+rewrites = st.builds(
+    Rewrites,
+    fold_norms=st.just(True),
+    rotate=st.booleans(),
+    hadamard=st.just(True),
+    suppress=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 configs = st.builds(QuantConfig, schemes, schemes, schemes, rewrites, st.lists(st.text(max_size=5)).map(tuple))
 
 

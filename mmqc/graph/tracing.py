@@ -373,7 +373,7 @@ def _model_frame(frame: Any) -> Frame | None:
 
 def codes_of(function: Any) -> set[CodeType]:
     """The code of a function or method and of those that it decorates."""
-    return {getattr(one, "__code__", None) for one in _decorated(function)}
+    return {one.__code__ for one in _decorated(function) if hasattr(one, "__code__")}
 
 
 def is_frame_of(function: Any, frame: Any) -> bool:
@@ -382,10 +382,10 @@ def is_frame_of(function: Any, frame: Any) -> bool:
     All functions of one decorator have one code: its frame also has to hold the function that is decorated here.
     """
     for one in _decorated(function):
-        code, inside = getattr(one, "__code__", None), getattr(one, "__wrapped__", None)
-        if code is not frame.f_code:
+        if getattr(one, "__code__", None) is not frame.f_code:
             continue
-        held = [frame.f_locals.get(name) for name in code.co_freevars]
+        inside = getattr(one, "__wrapped__", None)
+        held = [frame.f_locals.get(name) for name in frame.f_code.co_freevars]
         if inside is None or not held or any(value is inside for value in held):
             return True
     return False

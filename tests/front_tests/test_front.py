@@ -70,7 +70,7 @@ def test_front__what_cannot_be_one_graph_is_torchs_error_where_one_is_asked_for(
     model = nn.Linear(4, 4).eval()
     plain = model.forward
     model.forward = lambda x: plain(x[: int(x[:, 0].sum())] if int(x[:, 0].sum()) > 2 else x)
-    with pytest.raises(Exception, match="Could not guard on data-dependent|data-dependent") as info:
+    with pytest.raises(Exception, match="data-dependent") as info:
         torch.compile(model, backend="mmqc", fullgraph=True)(torch.ones(4, 4))
     assert "mmqc: " not in str(info.value)
     assert not caplog.records, "nothing runs as it is"
