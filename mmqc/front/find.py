@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.front import attention
+from mmqc.front.as_it_was import as_it_was
 from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
 from mmqc.front.index_bounds import IndicesInBounds
 from mmqc.front.observe import SLICE, Call, Observation, Read, is_metadata, observe, tensors_in
@@ -94,8 +95,12 @@ class Finder:
         inputs = {k: v if isinstance(v, Tensor) else _private(v) for k, v in self.inputs.items()}
 
         def run() -> Any:
-            with torch.no_grad(), torch.random.fork_rng(enabled=self.model.training):
-                return self.model.forward(**inputs)
+            rng = torch.random.fork_rng(enabled=self.model.training)
+            with torch.no_grad(), rng, as_it_was(self.model, self.inputs) as written:
+                output = self.model.forward(**inputs)
+            for tensor in written:
+                self.names.pop(id(tensor), None)
+            return output
 
         return run
 

@@ -412,7 +412,7 @@ def _is_called(model: nn.Module) -> bool:
 def _arguments(code: CodeType, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     names = code.co_varnames
     n = code.co_argcount + code.co_kwonlyargcount
-    kwargs = {name: values[name] for name in names[1:n] if values.get(name) is not None}
+    kwargs = {name: values[name] for name in names[1:n] if name in values}
     args: tuple[Any, ...] = ()
     if code.co_flags & inspect.CO_VARARGS:
         args, n = values[names[n]], n + 1

@@ -99,6 +99,17 @@ class FuseRotation(Pass):
         if not prog.fragment:
             yield from alone.values()
             yield from unfollowed(spaces)
+            yield from self.one_sided(prog, spaces)
+
+    def one_sided(self, prog: Program, spaces: Spaces) -> Iterator[Miss]:
+        """Linears none of whose spaces has weights on two sides: what a rotation of one would do, nothing could undo."""
+        sides = [space for space in spaces if space.touches]
+        two = {t.fqn for space in sides if space.readers and (space.writers or space.made) for t in space.touches}
+        for space in sides:
+            for touch in space.touches:
+                if touch.fqn not in two and touch.node in spaces.found.contractions and kind(touch.node) != "conv":
+                    two.add(touch.fqn)
+                    yield Miss(touch.node.name, self.why_not(prog, space), touch.fqn)
 
     def match_given(self, prog: Program, spaces: Spaces, given: Mapping[str, Tensor]) -> Iterator[Site | Miss]:
         """The spaces for which there are matrices; nothing online."""

@@ -76,6 +76,34 @@ def test_front__what_cannot_be_one_graph_is_torchs_error_where_one_is_asked_for(
     assert not caplog.records, "nothing runs as it is"
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and in a tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, counters: list[Tensor]) -> Tensor:
+        """[B, 4], so many times x."""
+        self.calls += 1
+        counters[0].add_(1)
+        return self.linear(x) * self.calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_front__a_model_that_counts_its_calls_is_called_as_often_as_it_is_called(fullgraph: bool) -> None:
+    """It is run to be watched in front of the first call: that leaves no trace."""
+    model, counter = Counting().eval(), torch.zeros(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc", fullgraph=fullgraph)
+    for calls in (1, 2, 3):
+        x = torch.randn(2, 4)
+        assert relative_error(compiled(x, [counter]), model.linear(x) * calls) < SAME
+        assert (float(model.calls), float(counter)) == (calls, calls)
+
+
 class ByNumbers(nn.Module):
     """A tower that asks its grid for all numbers at once, and views each image's patches by them, as LFM3-VL's does."""
 

@@ -52,11 +52,11 @@ def test_trace__quantize_then_compile_are_numbered_in_that_order(folder: Path, w
     report = mmqc.quantize_(model, CONFIG, [batch], progress=False)
     with mmqc.backend.collect_records() as graphs, torch.no_grad():
         torch.compile(Readers(linear(8), linear(16)), backend="mmqc", fullgraph=True)(torch.randn(3, 32))
-    assert [path.name for path in sorted(folder.iterdir())] == ["000_recorded", "001_graph_Readers"]
+    assert [path.name for path in sorted(folder.iterdir())] == ["000_recorded", "001_graph_Readers.forward"]
     check_run(folder / "000_recorded", report.passes)
     (graph,) = graphs
-    check_run(folder / "001_graph_Readers", graph.passes)
-    text = (folder / "001_graph_Readers" / "00_captured.txt").read_text(encoding="utf-8")
+    check_run(folder / "001_graph_Readers.forward", graph.passes)
+    text = (folder / "001_graph_Readers.forward" / "00_captured.txt").read_text(encoding="utf-8")
     assert "readers.1.qweight" in text, "as the model calls it"
     assert "l_self_modules" not in text
 

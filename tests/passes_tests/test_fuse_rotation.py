@@ -119,6 +119,22 @@ def test_fuse_rotation__refuses_what_only_a_non_linearity_writes() -> None:
     assert found == {"blocks.0.body.down.weight": "gelu (gelu) writes it, so the rotation would have to run online"}
 
 
+class Patches(nn.Module):
+    """A linear of pixels, and no linear that reads what it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Linear(12, WIDTH)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.patch(pixels).mean(1)
+
+
+def test_fuse_rotation__names_a_linear_that_no_other_linear_meets() -> None:
+    found = misses(randomise(Patches()), {"pixels": randn(2, 6, 12)}, FuseRotation())
+    assert found == {"patch.weight": "a graph input or output lies on it"}
+
+
 # --- LayerNorms that keep their mean ----------------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ def test_rewrite_patch_conv__one_behind_another() -> None:
         nn.ConvTranspose2d(4, 8, 4),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_rewrite_patch_conv__others_stay(conv: nn.Module) -> None:
     assert not sites(conv, (4, 4, 4), torch.randn(3, 64))
 
