@@ -167,8 +167,6 @@ class Rewrites:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("fold_norms", "rotate", "hadamard", "hadamard_everywhere", "suppress", "keep_means"):
-            require(isinstance(getattr(self, name), bool), f"Rewrites.{name}", getattr(self, name), "True or False")
         require(self.tensor_parallel >= 1, "Rewrites.tensor_parallel", self.tensor_parallel, "at least 1")
         blocks = self.hadamard or self.tensor_parallel == 1
         require(blocks, "Rewrites.tensor_parallel", self.tensor_parallel, "1 where hadamard is False")

@@ -132,7 +132,6 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
         (lambda: ActivationSpec(percentile=1.5), "ActivationSpec.percentile = 1.5"),
         (lambda: Rewrites(rotate=True), "Rewrites.fold_norms = False is not supported; allowed: True where rotate is True"),
         (lambda: Rewrites(suppress=True), "Rewrites.hadamard = False"),
-        (lambda: recipes.rotate(online="always"), "Rewrites.hadamard = 'always' is not supported; allowed: True or False"),
         (lambda: Rewrites(tensor_parallel=2), "Rewrites.tensor_parallel = 2 is not supported; allowed: 1 where hadamard is False"),
         (lambda: Rewrites(tensor_parallel=0), "Rewrites.tensor_parallel = 0 is not supported; allowed: at least 1"),
         (lambda: QuantConfig.from_dict({"visoin": None}), "unknown key 'visoin' in QuantConfig; known keys:"),

@@ -22,28 +22,22 @@ from torch.utils import _pytree as pytree
 @contextmanager
 def as_it_was(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[list[Tensor]]:
     """Put back what is written to meanwhile, also when an error is on its way; it is listed behind the ``with``."""
-    kept = [(tensor, _writes(tensor), tensor.detach().clone()) for tensor in _written_to(model, inputs)]
+    kept = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _may_be_written(model, inputs)]
     written: list[Tensor] = []
     try:
         yield written
     finally:
-        written += [tensor for tensor, writes, _ in kept if _writes(tensor) != writes]
-        ids = {id(tensor) for tensor in written}
+        changed = [(tensor, value) for tensor, version, value in kept if tensor._version != version]
         with torch.no_grad():
-            for tensor, _, value in kept:
-                if id(tensor) in ids:
-                    tensor.copy_(value)
+            for tensor, value in changed:
+                tensor.copy_(value)
+        written += [tensor for tensor, _ in changed]
 
 
-def _written_to(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a forward might write to, each once."""
+def _may_be_written(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Buffers and inputs, each once."""
     plain = (module for module in model.modules() if not type(module).__module__.startswith("mmqc."))
     buffers = (buffer for module in plain for buffer in module.buffers(recurse=False))
     values = [value for value in inputs.values() if not hasattr(value, "get_seq_length")]
     given = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
     return list({id(tensor): tensor for tensor in (*buffers, *given) if not tensor.is_inference()}.values())
-
-
-def _writes(tensor: Tensor) -> int:
-    """How often it was written to."""
-    return tensor._version

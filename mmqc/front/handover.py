@@ -109,8 +109,10 @@ class ArgumentSite:
     def compute(self, inputs: Mapping[str, Any]) -> Any:
         """The argument for these inputs."""
         tensor = inputs[self.source]
-        if self.form in ("list", "rows"):
-            return (Rows if self.form == "rows" else list)(tensor.tolist())
+        if self.form == "list":
+            return tensor.tolist()
+        if self.form == "rows":
+            return Rows(tensor.tolist())
         row = torch.ones_like(tensor[:1])
         row[0, self.column] = tensor.prod(-1).sum()
         return row

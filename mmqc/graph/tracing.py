@@ -334,16 +334,15 @@ def _first_lines(reason: str) -> str:
 def _converting() -> tuple[Any, Any] | None:
     """Dynamo's converter and the frame that it is about to trace; with ``fullgraph=True`` the converter is one that asserts."""
     frame: FrameType | None = sys._getframe(1)
-    alone: tuple[Any, Any] | None = None
+    inner: tuple[Any, Any] | None = None
     while frame is not None:
         converter = frame.f_locals.get("self")
-        if isinstance(converter, ConvertFrame | ConvertFrameAssert) and "frame" in frame.f_locals:
-            if isinstance(converter, ConvertFrame):
-                around = alone is None or converter._inner_convert is alone[0]
-                return (converter, frame.f_locals["frame"]) if around else alone
-            alone = alone or (converter, frame.f_locals["frame"])
+        if inner is None and isinstance(converter, ConvertFrameAssert) and "frame" in frame.f_locals:
+            inner = converter, frame.f_locals["frame"]
+        elif inner is not None and isinstance(converter, ConvertFrame) and converter._inner_convert is inner[0]:
+            return converter, inner[1]
         frame = frame.f_back
-    return alone
+    return inner
 
 
 def _is_behind(wrapper: Any, backend: Any) -> bool:
