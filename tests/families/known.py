@@ -47,13 +47,6 @@ NO_TOKENS = {"diffusion_gemma", "pi0"}  # one after the other
 # Where transformers makes a mask in the default type, which float64's lowest number does not fit.
 IN_DOUBLES = {"kosmos_2"}
 
-# Weights that stay as they are and that the report does not name: it tells of spaces of channels that could not be rotated.
-PIXELS = "between pixels and a LayerNorm, of whose channels none is a space that could be rotated"
-UNNAMED = {
-    "gemma4_unified": {"model.embed_vision.patch_dense.weight": PIXELS},
-    "muse_glimmer": {"model.vision_tower.patch_embedder.patch_embedding.weight": PIXELS},
-}
-
 # How many tokens there are behind the prompt when four were asked for, where it is not four.
 TOKENS = 4
 LENGTHS = {
