@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmqc.front.find import Finder, Packed, Plan
 from mmqc.front.handover import RUNNING, Installed, compute, numbers
-from mmqc.front.kept import Kept
+from mmqc.front.kept import Kept, copied
 from mmqc.front.sizes import Marked, known_to_vary, left_on
 from mmqc.front.streams import Streams, devices_of
 from mmqc.front.turn import Turn, caller
@@ -134,7 +134,7 @@ class Front:
         if handed is None:
             with torch.no_grad(), Packed(plan.configs):
                 compute(self.number, plan.sites, inputs)
-            handed = RUNNING.table[self.number]
+            handed = copied(RUNNING.table[self.number])  # a view of something else would ask for a graph of its own
             handed.values, handed.arguments = varying(handed.values), varying(handed.arguments)
             kept.put(self.call.inputs, handed)
         RUNNING.table[self.number] = handed

@@ -35,7 +35,7 @@ class Kept:
             return None
         if not all(_same(self.inputs[name], inputs.get(name)) for name in self.names):
             return None
-        return _copy(self.handed)
+        return copied(self.handed)
 
     def put(self, inputs: Mapping[str, Any], handed: Handed) -> None:
         """Keep them."""
@@ -44,10 +44,10 @@ class Kept:
         if self.names is None or any(t.is_inference() for t in results) or not set(self.names) <= set(inputs):
             return
         self.inputs = {name: inputs[name].clone() for name in self.names}
-        self.handed = _copy(handed)
+        self.handed = copied(handed)
 
 
-def _copy(handed: Handed) -> Handed:
+def copied(handed: Handed) -> Handed:
     """Tensors of its own, and nothing of it taken."""
     values, arguments = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, (handed.values, handed.arguments))
     return Handed(values, [0] * len(handed.taken), arguments)

@@ -146,6 +146,39 @@ def test_front__a_grid_that_is_asked_for_its_numbers_is_one_graph() -> None:
     assert len(records) == 1
 
 
+def places(grid: Tensor) -> tuple[Tensor, ...]:
+    """Row and column [total] of each patch, as views of one tensor."""
+    found = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grid.tolist()]
+    return torch.cat(found).view(-1, 2).unbind(-1)
+
+
+class Places(nn.Module):
+    """A tower that knows where its patches are, and a decoder that sees with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rows, self.columns = nn.Embedding(9, 4), nn.Embedding(16, 4), nn.Embedding(16, 4)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        rows, columns = places(image_grid_thw)
+        return self.embedding(input_ids) + (pixel_values * self.rows(rows) + self.columns(columns)).sum(0)
+
+
+@torch.no_grad()
+def test_front__what_is_computed_again_and_what_is_kept_are_one_graph() -> None:
+    """A function may return views, and what is kept are copies: Dynamo looks at what a view is of."""
+    model = Places().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    with collect_records() as records:
+        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]], [[1, 6, 4], [1, 8, 6]]):
+            sizes = torch.tensor(grid)
+            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    assert len(records) == 1
+
+
 def test_find__copies_the_cache_before_it_watches() -> None:
     """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
     model, batch = tiny_qwen2_vl(depth=1)
