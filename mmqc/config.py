@@ -36,6 +36,7 @@ from mmqc.specs import (
     WeightSpec,
     ZeroPoint,
     require,
+    require_types,
 )
 
 __all__ = [
@@ -77,6 +78,7 @@ class Scheme:
     dynamic: DynamicSpec | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         if self.dynamic is not None:
             plain = self.activation is None and self.weight.symmetric and not self.weight.group_size
             require(plain, "Scheme.dynamic", self.dynamic, "None beside static activations, zero points or groups")
@@ -167,6 +169,7 @@ class Rewrites:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.tensor_parallel >= 1, "Rewrites.tensor_parallel", self.tensor_parallel, "at least 1")
         blocks = self.hadamard or self.tensor_parallel == 1
         require(blocks, "Rewrites.tensor_parallel", self.tensor_parallel, "1 where hadamard is False")
@@ -213,6 +216,9 @@ class QuantConfig(AOBaseConfig):
     kv_rounding: KVRounding | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
+        patterns = not isinstance(self.keep, str) and all(isinstance(pattern, str) for pattern in self.keep)
+        require(patterns, "QuantConfig.keep", self.keep, "a tuple of patterns")
         both = self.kv is not None and self.kv_rounding is not None
         require(not both, "QuantConfig.kv_rounding", self.kv_rounding, "None beside kv: one attention function reads the cache")
         exact = not self.rewrites.suppress or not any(s.weight.float_zero for s in self.schemes.values())
@@ -442,7 +448,10 @@ def _decode(cls: type, data: Any, where: str) -> Any:
             values[key] = _decode(_NESTED[key], values[key], f"{where}.{key}")
         elif key == "granularity" and not isinstance(values[key], Granularity):
             values[key] = _granularity(values[key])
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 @register_quantize_module_handler(QuantConfig)

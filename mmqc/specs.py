@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 from torchao.quantization.granularity import Granularity, PerGroup, PerRow, PerTensor, PerToken
 
@@ -34,6 +36,26 @@ def require(ok: bool, where: str, value: object, allowed: object) -> None:
     """Raise a ConfigError unless ``ok``."""
     if not ok:
         raise ConfigError(f"{where} = {value!r} is not supported; allowed: {allowed}")
+
+
+@cache
+def _classes(spec: type) -> dict[str, tuple[type, ...]]:
+    """What the value of each field of a dataclass is an instance of; fields that declare more than classes are not named."""
+    fields = {}
+    for name, declared in get_type_hints(spec).items():
+        some = get_args(declared) if isinstance(declared, UnionType) else (declared,)
+        if all(isinstance(one, type) and one is not Granularity for one in some):  # of which each spec takes some
+            fields[name] = (*some, int) if float in some else some
+    return fields
+
+
+def require_types(spec: Any) -> None:
+    """Raise a ConfigError where a field of this dataclass is none of the classes that it declares; True is no number."""
+    for name, classes in _classes(type(spec)).items():
+        value = getattr(spec, name)
+        fits = isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
+        words = " or ".join("None" if one is NoneType else one.__name__ for one in classes)
+        require(fits, f"{type(spec).__name__}.{name}", value, words)
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,7 @@ class WeightSpec:
     zero_point: ZeroPoint = "int"
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.bits in (2, 3, 4, 8), "WeightSpec.bits", self.bits, (2, 3, 4, 8))
         types = ("int", "float", *BLOCKS)
         require(self.type in types, "WeightSpec.type", self.type, types)
@@ -93,9 +116,10 @@ class WeightSpec:
         require(plain or self.type != "float", "WeightSpec.type", self.type, allowed)
         self._check_float4()
         self._check_zero_point()
-        require(
-            isinstance(self.granularity, PerRow | PerGroup), "WeightSpec.granularity", self.granularity, "PerRow(), PerGroup(g)"
-        )
+        allowed = "PerRow(), PerGroup(g) with g = 1, 2, ..."
+        size = getattr(self.granularity, "group_size", 1)
+        known = isinstance(self.granularity, PerRow | PerGroup) and isinstance(size, int) and size is not True and size > 0
+        require(known, "WeightSpec.granularity", self.granularity, allowed)
         require(self.solver in get_args(Solver), "WeightSpec.solver", self.solver, get_args(Solver))
         ordered = self.act_order and not self.static_groups and self.group_size and self.solver in ("gptq", "learned")
         require(not ordered, "WeightSpec.act_order", self.act_order, "False for groups that are not static")
@@ -192,6 +216,7 @@ class ActivationSpec:
     type: Number = "int"
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.type in get_args(Number), "ActivationSpec.type", self.type, get_args(Number))
         require(self.bits == 8, "ActivationSpec.bits", self.bits, (8,))
         allowed = "PerTensor(), PerToken()"
@@ -232,6 +257,7 @@ class DynamicSpec:
     packed: bool = True
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.lowest_bits in (2, 3, 4, 8), "DynamicSpec.lowest_bits", self.lowest_bits, (2, 3, 4, 8))
         require(0 <= self.lowest_fraction <= 0.5, "DynamicSpec.lowest_fraction", self.lowest_fraction, "[0, 1/2]")
         fits = not self.lowest_fraction or (self.high_fraction and self.high == "basis")
@@ -263,6 +289,7 @@ class ChannelScales:
     at_most: float = 1.0
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.grid >= 1, "ChannelScales.grid", self.grid, "1 or more")
         allowed = ("average", "skip")
         require(self.shared_heads in allowed, "ChannelScales.shared_heads", self.shared_heads, allowed)
@@ -290,6 +317,7 @@ class Bases:
     by: Literal["variance", "peaks"] = "variance"
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.by in ("variance", "peaks"), "Bases.by", self.by, ("variance", "peaks"))
         require(self.solver_batches is None or self.solver_batches >= 1, "Bases.solver_batches", self.solver_batches, "1 or more")
         allowed = ("orthogonal", "hadamard")
@@ -314,6 +342,7 @@ class KVRounding:
     basis: Literal["none", "hadamard", "principal", "peaks"] = "none"
 
     def __post_init__(self) -> None:
+        require_types(self)
         for name in ("bits", "high_bits"):
             require(2 <= getattr(self, name) <= 8, f"KVRounding.{name}", getattr(self, name), "2 to 8")
         require(0 <= self.high_fraction <= 0.5, "KVRounding.high_fraction", self.high_fraction, "[0, 1/2]")
@@ -360,6 +389,7 @@ class KVSpec:
     layer_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        require_types(self)
         require(self.text_bits in (16, 8, 4), "KVSpec.text_bits", self.text_bits, (16, 8, 4))
         for name in ("text_window", "text_block"):
             require(getattr(self, name) >= 1, f"KVSpec.{name}", getattr(self, name), "1 or more")

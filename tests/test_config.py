@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -6,7 +7,8 @@ from hypothesis import strategies as st
 from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 
 from mmqc import recipes
-from mmqc.config import ActivationSpec, ChannelScales, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+from mmqc.config import ActivationSpec, Bases, ChannelScales, ConfigError, QuantConfig, Rewrites, Scheme, WeightSpec
+from mmqc.specs import DynamicSpec, KVRounding, KVSpec
 
 ON_CODES = recipes.rtn(4, group_size=8, symmetric=False)
 BETWEEN = Scheme(WeightSpec(4, PerGroup(8), symmetric=False, zero_point="float"))
@@ -89,6 +91,7 @@ def test_config__any_config_survives_json(config: QuantConfig) -> None:
     [
         (lambda: WeightSpec(5), r"WeightSpec.bits = 5 is not supported; allowed: \(2, 3, 4, 8\)"),
         (lambda: WeightSpec(4, PerTensor()), "WeightSpec.granularity"),
+        *((lambda g=g: WeightSpec(4, PerGroup(g)), "WeightSpec.granularity") for g in (0, -3, True, 2.0, "128")),
         (lambda: WeightSpec(4, solver="awq"), "WeightSpec.solver = 'awq'"),
         (
             lambda: WeightSpec(4, PerGroup(8), "gptq", static_groups=False),
@@ -225,3 +228,25 @@ def test_with_towers__the_others_stay_floats():
             config.with_towers(*towers)
     with pytest.raises(ConfigError, match="which this quantizes"):
         text.with_towers("vision")
+
+
+NOT_OF = {"bool": 1, "int": 2.5, "float": True, "str": 5, "int | None": True, "float | None": "x", "WeightSpec": "rtn"}
+NOT_OF |= {"Scheme | None": recipes.rtn(), "ActivationSpec | None": 8, "Rewrites": {}, "KVSpec | None": 2}
+SPECS = (Scheme, Rewrites, QuantConfig, WeightSpec, ActivationSpec, DynamicSpec, ChannelScales, Bases, KVRounding, KVSpec)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_wrong_types__are_named_where_a_config_is_made(spec: type) -> None:
+    """Before they are compared with anything, and long before a file is written."""
+    fields = [f for f in dataclasses.fields(spec) if f.type in NOT_OF]
+    assert fields
+    for field in fields:
+        for value in ([1], NOT_OF[str(field.type)]):
+            with pytest.raises(ConfigError, match=rf"{spec.__name__}\.{field.name} = .* is not supported; allowed: \w+"):
+                spec(**{field.name: value})
+
+
+def test_keep__is_a_tuple_of_patterns() -> None:
+    for keep in ("lm_head", (5,), ["a", None]):
+        with pytest.raises(ConfigError, match=r"QuantConfig\.keep = .*allowed: a tuple of patterns"):
+            QuantConfig(keep=keep)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import torch
 
 from mmqc.checkpoint.checksum import CheckpointError
-from mmqc.config import QuantConfig
+from mmqc.config import ConfigError, QuantConfig
 
-PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 SPEC: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("in", "out", "size", "experts", "heads", "width", "weight_bits", "group_size"), (int,)),
     **dict.fromkeys(("input_scales", "outliers", "seed"), (int,)),
@@ -77,22 +75,11 @@ def _table(key: str, value: Any) -> Iterable[tuple[str, Any]]:
 def _config(key: str, value: Any) -> None:
     _table(key, value)
     try:
-        config = QuantConfig.from_dict(value)
+        QuantConfig.from_dict(value)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     except (TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{key} is no config: {error}; was the checkpoint damaged or edited by hand?") from error
-    _dataclass(key, config)
-
-
-def _dataclass(key: str, value: Any) -> None:
-    """Plain fields have the types that the class declares."""
-    for field in dataclasses.fields(value):
-        part, where = getattr(value, field.name), f"{key}.{field.name}"
-        if dataclasses.is_dataclass(part):
-            _dataclass(where, part)
-        elif (types := PLAIN.get(str(field.type))) is not None:
-            need(is_a(part, types), where, part, str(field.type))
-        elif field.name == "keep":
-            need(all(isinstance(name, str) for name in part), where, part, "list of patterns")
 
 
 def _modules(key: str, value: Any) -> None:

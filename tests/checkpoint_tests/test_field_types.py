@@ -1,15 +1,11 @@
 """A wrong type in quantization_config is an error that names its key."""
 
-import dataclasses
-
 import pytest
 
 from mmqc import recipes
 from mmqc.checkpoint.checksum import CheckpointError
-from mmqc.checkpoint.field_types import PLAIN
 from mmqc.checkpoint.hf import MmqcConfig
 from mmqc.checkpoint.module_spec import build_module
-from mmqc.config import QuantConfig
 
 CONFIG = recipes.mquant(4).to_dict()
 NORM = {"kind": "rms_norm", "size": 7, "eps": 1e-5, "weight": True, "bias": False, "dtype": "float32"}
@@ -40,10 +36,14 @@ def test_wrong_type__is_named(key, value):
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (("vision", "weight", "symmetric"), "yes", r"config\.vision\.weight\.symmetric = 'yes' is no bool"),
+        (
+            ("vision", "weight", "symmetric"),
+            "yes",
+            r"vision\.weight: WeightSpec\.symmetric = 'yes' is not supported; allowed: bool",
+        ),
         (("vision", "weight", "bits"), "4", r"WeightSpec\.bits = '4'"),
-        (("rewrites", "hadamard"), 1, r"config\.rewrites\.hadamard = 1 is no bool"),
-        (("vision", "weight", "damping"), "x", r"quantization_config\.config is no config"),
+        (("rewrites", "hadamard"), 1, r"rewrites: Rewrites\.hadamard = 1 is not supported; allowed: bool"),
+        (("vision", "weight", "damping"), "x", r"quantization_config\.config: vision.*damping = 'x' .*allowed: float or int"),
     ],
 )
 def test_config__wrong_types_deep_inside_are_named(place, value, words):
@@ -61,7 +61,6 @@ def test_config__wrong_types_deep_inside_are_named(place, value, words):
 def test_recipes__have_the_types_that_they_declare(name):
     config = getattr(recipes, name)()
     assert MmqcConfig(config=config).quant_config == config
-    assert {str(f.type) for f in dataclasses.fields(QuantConfig)} - PLAIN.keys()
 
 
 @pytest.mark.parametrize("spec", [NORM, LINEAR], ids=lambda spec: spec["kind"])
