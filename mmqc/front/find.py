@@ -317,9 +317,8 @@ def _is_inside(read: Read, places: set[tuple[int, str]]) -> bool:
 
 
 def _activates(call: Call) -> bool:
-    """Whether floating-point tensors come out of a module that has weights: an embedding of the token ids, say."""
-    owner = call.owner
-    return owner is not None and any(True for _ in owner.parameters()) and any(True for _ in floats(call.returned))
+    """Whether floating-point tensors come out of weights: an embedding of the token ids, say."""
+    return call.weighs and any(True for _ in floats(call.returned))
 
 
 def _private(value: Any) -> Any:

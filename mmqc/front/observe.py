@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mmqc.graph.reads import SIZE_READS, cut_by_values, sizing
 
@@ -51,7 +52,8 @@ class Input:
 class Call:
     """One call of a Python function, with its arguments as it was called; ``scopes`` are its callers' globals, innermost first.
 
-    It holds no frame and no activation: those of a whole forward would be alive at once.  A float tensor is on the meta device.
+    It ``weighs`` if an operation in it was given a parameter, or what parameters made.  It holds no frame and no activation: those
+    of a whole forward would be alive at once.  A float tensor is on the meta device.
     """
 
     code: CodeType
@@ -60,6 +62,7 @@ class Call:
     reads: list[Read] = field(default_factory=list)
     outer: Call | None = None
     returned: Any = None
+    weighs: bool = False
 
     @property
     def owner(self) -> nn.Module | None:
@@ -111,7 +114,7 @@ class _Watch(TorchFunctionMode):
         self.stack: list[tuple[FrameType, Call | None]] = []
         self.calls: list[Call] = []
         self.reads: list[Read] = []
-        self.paused = False
+        self.of_weights = WeakIdKeyDictionary()
 
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
         """``sys.setprofile``'s callback."""
@@ -119,6 +122,8 @@ class _Watch(TorchFunctionMode):
             call = None if self._is_foreign(frame.f_code) else self._call(frame)
             if call is not None:
                 self.calls.append(call)
+                if call.code.co_name == "forward" and type(call.owner).__module__.startswith("mmqc."):
+                    _weigh(call)  # its weights are buffers
             self.stack.append((frame, call))
         elif event == "return":
             while self.stack:
@@ -126,6 +131,7 @@ class _Watch(TorchFunctionMode):
                 if known is frame:
                     if call is not None:
                         call.returned = shape_of_floats(arg)
+                        self._came_of_weights(arg if call.weighs else None)
                     break
 
     def _is_foreign(self, code: CodeType) -> bool:
@@ -149,11 +155,21 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if not self.paused and is_read(name, args, kwargs or {}):
+        if is_read(name, args, kwargs or {}):
             self._read(name)
-        elif not self.paused and cut_by_values(name, args):
+        elif cut_by_values(name, args):
             self._read(SLICE)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        given = tensors_in((args, kwargs), depth=0)
+        if any(isinstance(t, nn.Parameter) or t in self.of_weights for t in given):
+            _weigh(self.innermost())
+            self._came_of_weights(result)
+        return result
+
+    def _came_of_weights(self, value: Any) -> None:
+        for tensor in tensors_in(value):
+            if tensor.is_floating_point():
+                self.of_weights[tensor] = True
 
     def _read(self, name: str) -> None:
         call = self.innermost()
@@ -167,6 +183,13 @@ class _Watch(TorchFunctionMode):
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)
+
+
+def _weigh(call: Call | None) -> None:
+    for outer in call.around() if call is not None else ():
+        if outer.weighs:
+            break
+        outer.weighs = True
 
 
 def shape_of_floats(value: Any) -> Any:

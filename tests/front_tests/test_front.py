@@ -179,6 +179,35 @@ def test_front__what_is_computed_again_and_what_is_kept_are_one_graph() -> None:
     assert len(records) == 1
 
 
+class Turning(nn.Module):
+    """Its positions are floats, made by a method of the module that has the weights, as Qwen3-Omni's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.down = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def positions(self, grid: Tensor) -> Tensor:
+        """[total]"""
+        return torch.cat([torch.arange(float(t * h * w)) for t, h, w in grid.tolist()])
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        return self.embedding(input_ids) + self.down(pixel_values * self.positions(image_grid_thw).cos()[:, None]).sum(0)
+
+
+@torch.no_grad()
+def test_front__positions_in_floats_are_computed_in_front_where_no_weight_came_into_them() -> None:
+    model = Turning().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    with collect_records() as records:
+        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]):
+            sizes = torch.tensor(grid)
+            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    assert len(records) == 1
+
+
 def test_find__copies_the_cache_before_it_watches() -> None:
     """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
     model, batch = tiny_qwen2_vl(depth=1)

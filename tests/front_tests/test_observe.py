@@ -96,3 +96,36 @@ def test_observe__beside_torchs_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
         seen = observe(lambda: Packs().forward(X, SIZES), frozenset())
     assert [r.op for r in seen.reads] == ["__bool__", "tolist"]
+
+
+class Weighing(nn.Module):
+    """Methods of a module with weights, of which one needs none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(6, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("steps", torch.arange(6.0))
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.arange(int(ids.max()) + 1).float() * self.steps[: len(ids)]
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        return self.table(ids) * int(ids.max())
+
+    def scaled(self, ids: Tensor) -> Tensor:
+        return ids[:4] * self.scale * int(ids.max())
+
+    def kept(self, ids: Tensor) -> Tensor:
+        return self.hidden[: int(ids.max())] * 2
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.hidden = self.embedded(ids)
+        return self.positions(ids).sum() + self.scaled(ids).sum() + self.kept(ids).sum()
+
+
+def test_observe__what_weighs_is_what_weights_came_into() -> None:
+    """Also through a module that is called, and through what was left on a module."""
+    model = Weighing()
+    seen = observe(lambda: model.forward(IDS), frozenset())
+    weighs = {call.code.co_name: call.weighs for call in seen.calls if call.owner is model}
+    assert weighs == {"forward": True, "positions": False, "embedded": True, "scaled": True, "kept": True}
