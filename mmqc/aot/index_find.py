@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from mmqc.aot.index_draw import Inputs, draw_grids, draw_tokens
 from mmqc.aot.index_ops import BOUND, CANDIDATES, ENDS, Candidate
 from mmqc.errors import MmqcError
-from mmqc.front.handover import ValueSite, leaves
+from mmqc.front.handover import ValueSite
+from mmqc.front.provenance import leaves
 
 CLOSE = 1e-6  # of weights in [-1, 1], computed in float32 by the same formula
 ALL = 9.0  # further away than any tensor of another shape

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from mmqc.front import attention
 from mmqc.front.as_it_was import as_it_was
-from mmqc.front.handover import ArgumentSite, Installed, Site, compute, place_of, value_sites
+from mmqc.front.handover import ArgumentSite, Installed, Site, compute, value_sites
 from mmqc.front.index_bounds import IndicesInBounds
-from mmqc.front.observe import SLICE, Call, Observation, Read, is_metadata, observe, tensors_in
+from mmqc.front.observe import SLICE, Observation, is_metadata, observe
+from mmqc.front.places import Call, Read, place_of
+from mmqc.front.provenance import leaves, tensors_in
 from mmqc.front.sizes import left_on
 from mmqc.graph.collections_off import without_collections
 from mmqc.graph.tracing import as_traced
@@ -61,7 +63,8 @@ class Finder:
 
     def __init__(self, number: int, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         self.number, self.model, self.inputs = number, model, dict(inputs)
-        self.names = {id(v): k for k, v in self.inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+        self.given = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor)}
+        self.names = {id(v): k for k, v in self.given.items() if not v.is_floating_point()}
         self.plan = Plan()
         self.expected: list[Tensor] = []
 
@@ -100,6 +103,7 @@ class Finder:
                 output = self.model.forward(**inputs)
             for tensor in written:
                 self.names.pop(id(tensor), None)
+                self.given = {name: given for name, given in self.given.items() if given is not tensor}
             return output
 
         return run
@@ -126,7 +130,7 @@ class Finder:
         """The forward with every read."""
         forward = self.ready()
         with as_traced():
-            return observe(forward, CHECKS)
+            return observe(forward, CHECKS, self.given)
 
     def exact(self, sites: list[Site]) -> str:
         """Why these sites cannot be used; empty if the output stays the same."""
@@ -173,7 +177,7 @@ class Finder:
     def covering(self, read: Read) -> list[Call]:
         """The metadata calls around a read, innermost first; none that computes activations: those belong to the graph."""
         around = read.call.around() if read.call is not None else ()
-        return [c for c in around if is_metadata(c, self.names) and not _activates(c)]
+        return [c for c in around if is_metadata(c) and {leaf.name for leaf in leaves(c.recipe)} <= set(self.given)]
 
     def hand_over_results(self, seen: Observation) -> None:
         """Value sites, those that are not exact left out."""
@@ -183,7 +187,7 @@ class Finder:
             if covering:
                 outermost[id(covering[-1])] = covering[-1]
         order = {id(c): i for i, c in enumerate(seen.calls)}
-        sites = value_sites(sorted(outermost.values(), key=lambda c: order[id(c)]), self.names)
+        sites = value_sites(sorted(outermost.values(), key=lambda c: order[id(c)]))
         with self.packed():
             if not sites:
                 return
@@ -314,11 +318,6 @@ def _is_packed(call: Call) -> bool:
 def _is_inside(read: Read, places: set[tuple[int, str]]) -> bool:
     """Whether a method in one of these places was running, which gets its numbers."""
     return read.call is not None and any((id(c.owner), c.code.co_name) in places for c in read.call.around())
-
-
-def _activates(call: Call) -> bool:
-    """Whether floating-point tensors come out of weights: an embedding of the token ids, say."""
-    return call.weighs and any(True for _ in floats(call.returned))
 
 
 def _private(value: Any) -> Any:

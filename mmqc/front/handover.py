@@ -16,7 +16,7 @@ import math
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mmqc.front.observe import Call, Input
-from mmqc.graph.tracing import Rows, codes_of
+from mmqc.front import provenance
+from mmqc.front.places import Call, Owner, place_of, plain
+from mmqc.front.provenance import leaves
+from mmqc.graph.tracing import Rows
 
-Owner = nn.Module | dict[str, Any]
 numbers = itertools.count()
 
 
@@ -64,9 +65,10 @@ class ValueSite:
     function: Callable[..., Any]
     calls: list[dict[str, Any]]
 
-    def compute(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """The results for these inputs."""
-        return [_apply(self.function, _filled(call, inputs)) for call in self.calls]
+    def compute(self, inputs: Mapping[str, Any], known: dict[int, Any] | None = None) -> list[Any]:
+        """The results for these inputs; ``known`` holds what other sites have computed for them."""
+        known = {} if known is None else known
+        return [provenance.call(self.function, arguments, inputs, known) for arguments in self.calls]
 
     def reader(self, number: int, index: int) -> Any:
         """What stands in the function's place."""
@@ -106,8 +108,9 @@ class ArgumentSite:
     form: str
     column: int = -1
 
-    def compute(self, inputs: Mapping[str, Any]) -> Any:
+    def compute(self, inputs: Mapping[str, Any], known: dict[int, Any] | None = None) -> Any:
         """The argument for these inputs."""
+        del known
         tensor = inputs[self.source]
         if self.form == "list":
             return tensor.tolist()
@@ -142,9 +145,9 @@ Site = ValueSite | ArgumentSite
 
 def compute(number: int, sites: list[Site], inputs: Mapping[str, Any]) -> None:
     """Fill the table for one call."""
-    handed = Handed()
+    handed, known = Handed(), dict[int, Any]()
     for site in sites:
-        value = site.compute(inputs)
+        value = site.compute(inputs, known)
         handed.values.append(value if isinstance(site, ValueSite) else [])
         handed.arguments.append(None if isinstance(site, ValueSite) else value)
         handed.taken.append(0)
@@ -216,12 +219,7 @@ class Installed:
         SHAPE_PRODUCTS.release(self)
 
 
-def plain(function: Any) -> Any:
-    """The function that a reader stands for, or the function itself."""
-    return getattr(function, "mmqc_stands_for", function)
-
-
-def value_sites(calls: list[Call], names: Mapping[int, str]) -> list[ValueSite]:
+def value_sites(calls: list[Call]) -> list[ValueSite]:
     """One site for each function among ``calls`` that can be replaced where it is looked up."""
     found: dict[tuple[int, str], ValueSite] = {}
     for call in calls:
@@ -230,69 +228,5 @@ def value_sites(calls: list[Call], names: Mapping[int, str]) -> list[ValueSite]:
             continue
         owner, function = place
         site = found.setdefault((id(owner), call.code.co_name), ValueSite(owner, call.code.co_name, function, []))
-        site.calls.append(_recipe({k: v for k, v in call.arguments.items() if k != "self"}, names))
+        site.calls.append(call.recipe or {})
     return list(found.values())
-
-
-def place_of(call: Call) -> tuple[Owner, Callable[..., Any]] | None:
-    """Where a function is looked up by name, as an attribute of a module or a global of its caller, and what is there."""
-    name, owner = call.code.co_name, call.owner
-    if owner is not None:
-        function = getattr(owner, name, None)
-        if function is None or call.code not in codes_of(function):
-            return None
-        if name in owner.__dict__:
-            return owner, plain(function)
-        return owner, getattr(type(owner), name) if not isinstance(function, types.MethodType) else function
-    for scope in call.scopes:
-        function = scope.get(name)
-        if callable(function) and call.code in codes_of(plain(function)):
-            return scope, plain(function)
-    return None
-
-
-def _recipe(value: Any, names: Mapping[int, str]) -> Any:
-    if isinstance(value, Tensor):
-        return Input(names[id(value)])
-    if type(value) is dict:
-        return {k: _recipe(v, names) for k, v in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_recipe(v, names) for v in value)
-    return value
-
-
-def _filled(recipe: Any, inputs: Mapping[str, Any]) -> Any:
-    if isinstance(recipe, Input):
-        return inputs[recipe.name]
-    if type(recipe) is dict:
-        return {k: _filled(v, inputs) for k, v in recipe.items()}
-    if type(recipe) in (tuple, list):
-        return type(recipe)(_filled(v, inputs) for v in recipe)
-    return recipe
-
-
-def leaves(recipe: Any) -> Iterator[Input]:
-    """The inputs that a recipe names."""
-    if isinstance(recipe, Input):
-        yield recipe
-    elif isinstance(recipe, (dict, tuple, list)):
-        for item in recipe.values() if isinstance(recipe, dict) else recipe:
-            yield from leaves(item)
-
-
-def _apply(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Call by the names that a frame had: positional, starred and keyword parameters."""
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for name, p in inspect.signature(function).parameters.items():
-        if name not in arguments:
-            continue
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-            args.append(arguments[name])
-        elif p.kind is p.VAR_POSITIONAL:
-            args += arguments[name]
-        elif p.kind is p.VAR_KEYWORD:
-            kwargs.update(arguments[name])
-        else:
-            kwargs[name] = arguments[name]
-    return function(*args, **kwargs)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mmqc.front.handover import Handed, Input, Site, ValueSite, leaves
+from mmqc.front.handover import Handed, Site, ValueSite
+from mmqc.front.provenance import Input, leaves, parts
 
-CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+CONSTANTS = (type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device)
 
 
 class Kept:
@@ -72,8 +73,8 @@ def _is_config(value: Any) -> bool:
 
 
 def _constants(recipe: Any) -> Iterator[Any]:
-    if type(recipe) in (dict, tuple, list):
-        for item in recipe.values() if isinstance(recipe, dict) else recipe:
-            yield from _constants(item)
-    elif not isinstance(recipe, Input):
+    inside = list(parts(recipe))
+    for part in inside:
+        yield from _constants(part)
+    if not inside and not isinstance(recipe, (Input, dict, tuple, list)):
         yield recipe

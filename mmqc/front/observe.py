@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mmqc.graph.reads import SIZE_READS, cut_by_values, sizing
+from mmqc.front.places import Call, Read
+from mmqc.front.provenance import Provenance, parts, tensors_in
+from mmqc.graph.reads import cut_by_values, sizing
 
 logger = logging.getLogger(__name__)
 
@@ -41,60 +44,6 @@ FOREIGN = (
 )
 
 
-@dataclass(frozen=True)
-class Input:
-    """A tensor argument of the observed forward, by name."""
-
-    name: str
-
-
-@dataclass
-class Call:
-    """One call of a Python function, with its arguments as it was called; ``scopes`` are its callers' globals, innermost first.
-
-    It ``weighs`` if an operation in it was given a parameter, or what parameters made.  It holds no frame and no activation: those
-    of a whole forward would be alive at once.  A float tensor is on the meta device.
-    """
-
-    code: CodeType
-    scopes: tuple[dict[str, Any], ...]
-    arguments: dict[str, Any]
-    reads: list[Read] = field(default_factory=list)
-    outer: Call | None = None
-    returned: Any = None
-    weighs: bool = False
-
-    @property
-    def owner(self) -> nn.Module | None:
-        """The module whose method this is."""
-        owner = self.arguments.get("self")
-        return owner if isinstance(owner, nn.Module) else None
-
-    def around(self) -> Iterator[Call]:
-        """This call and those it was made by, innermost first."""
-        call: Call | None = self
-        while call is not None:
-            yield call
-            call = call.outer
-
-
-@dataclass(frozen=True)
-class Read:
-    """A read, the calls around it, and the line that it stands in."""
-
-    op: str
-    call: Call | None
-    where: str
-
-    @property
-    def scalar(self) -> bool:
-        """Whether a Python number came out of it, rather than a tensor of unknown size."""
-        return self.op not in SIZE_READS
-
-    def __str__(self) -> str:
-        return f"{self.op} at {self.where}"
-
-
 @dataclass
 class Observation:
     """What one forward did."""
@@ -107,9 +56,9 @@ class Observation:
 class _Watch(TorchFunctionMode):
     """Collects calls by the profiler's events and reads by torch's; both nest in one thread."""
 
-    def __init__(self, ignored: frozenset[str]) -> None:
+    def __init__(self, ignored: frozenset[str], inputs: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.ignored = ignored
+        self.ignored, self.provenance = ignored, Provenance(inputs)
         self.foreign: dict[CodeType, bool] = {}
         self.stack: list[tuple[FrameType, Call | None]] = []
         self.calls: list[Call] = []
@@ -130,9 +79,15 @@ class _Watch(TorchFunctionMode):
                 known, call = self.stack.pop()
                 if known is frame:
                     if call is not None:
-                        call.returned = shape_of_floats(arg)
-                        self._came_of_weights(arg if call.weighs else None)
+                        self._returned(call, arg)
                     break
+
+    def _returned(self, call: Call, value: Any) -> None:
+        call.returned = shape_of_floats(value)
+        if call.weighs:
+            self._came_of_weights(value)
+        elif call.recipe is not None:
+            self.provenance.returned(call, value)
 
     def _is_foreign(self, code: CodeType) -> bool:
         if code not in self.foreign:
@@ -146,24 +101,26 @@ class _Watch(TorchFunctionMode):
         if code.co_flags & inspect.CO_VARKEYWORDS:
             names.append(code.co_varnames[len(names)])
         values = frame.f_locals
-        arguments = {name: shape_of_floats(values[name]) for name in names if name in values}
-        return Call(code, _scopes(frame.f_back), arguments, outer=self.innermost())
+        given = {name: values[name] for name in names if name in values}
+        arguments = {name: shape_of_floats(value) for name, value in given.items()}
+        return Call(code, _scopes(frame.f_back), arguments, outer=self.innermost(), recipe=self.provenance.arguments(given))
 
     def innermost(self) -> Call | None:
         """The innermost call in progress that is not torch's."""
         return next((call for _, call in reversed(self.stack) if call is not None), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if is_read(name, args, kwargs or {}):
-            self._read(name)
-        elif cut_by_values(name, args):
-            self._read(SLICE)
-        result = func(*args, **(kwargs or {}))
-        given = tensors_in((args, kwargs), depth=0)
-        if any(isinstance(t, nn.Parameter) or t in self.of_weights for t in given):
+        read = name if is_read(name, args, kwargs) else SLICE if cut_by_values(name, args) else ""
+        result = func(*args, **kwargs)
+        if read:
+            self._read(read, result)
+        if any(isinstance(t, nn.Parameter) or t in self.of_weights for t in tensors_in((args, kwargs), depth=0)):
             _weigh(self.innermost())
             self._came_of_weights(result)
+        else:
+            self.provenance.operation(func, args, kwargs, result)
         return result
 
     def _came_of_weights(self, value: Any) -> None:
@@ -171,7 +128,7 @@ class _Watch(TorchFunctionMode):
             if tensor.is_floating_point():
                 self.of_weights[tensor] = True
 
-    def _read(self, name: str) -> None:
+    def _read(self, name: str, result: Any) -> None:
         call = self.innermost()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and self._is_foreign(frame.f_code):
@@ -179,7 +136,7 @@ class _Watch(TorchFunctionMode):
         if call is not None and any(c.code.co_name in self.ignored for c in call.around()):
             return
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
-        read = Read(name, call, where)
+        read = Read(name, call, where, len(self.calls), numbers_in(result))
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)
@@ -222,12 +179,39 @@ def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return name in SCALAR_READS or bool(sizing(name, args, kwargs))
 
 
-def observe(forward: Callable[[], Any], ignored: frozenset[str]) -> Observation:
-    """Run ``forward`` and tell what it read; reads inside functions called ``ignored`` do not count."""
-    watch = _Watch(ignored)
+def numbers_in(value: Any) -> frozenset[int]:
+    """The whole numbers in nested lists."""
+    leaves = pytree.tree_leaves(value)
+    return frozenset(leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool))
+
+
+def observe(forward: Callable[[], Any], ignored: frozenset[str], inputs: Mapping[str, Tensor]) -> Observation:
+    """Run ``forward`` on ``inputs`` and tell what it read; reads inside functions called ``ignored`` do not count."""
+    watch = _Watch(ignored, inputs)
     with watch, _profiled(watch.profile):
         output = forward()
+    _without_numbers_that_were_read(watch.calls, watch.reads)
     return Observation(output, watch.reads, watch.calls)
+
+
+def _without_numbers_that_were_read(calls: list[Call], reads: list[Read]) -> None:
+    """A call with a number among its arguments that data said, and may say otherwise the next time, has no recipe.
+
+    Whether a number came out of a read is told by its value alone; what metadata calls read stays in them.
+    """
+    said, waiting, gone = set[int](), reads[::-1], set[int]()
+    for i, call in enumerate(calls):
+        while waiting and waiting[-1].at <= i:
+            read = waiting.pop()
+            if read.call is None or not any(is_metadata(c) for c in read.call.around()):
+                said |= read.numbers
+        if call.recipe is not None and (said & numbers_in(call.arguments) or _uses(call.recipe, gone)):
+            gone.add(id(call.recipe))
+            call.recipe = None
+
+
+def _uses(recipe: Any, gone: set[int]) -> bool:
+    return id(recipe) in gone or any(_uses(part, gone) for part in parts(recipe))
 
 
 @contextmanager
@@ -246,23 +230,7 @@ def _profiled(function: Callable[..., Any]) -> Iterator[None]:
             logger.warning("a profiler of %s cannot be turned on again: its record ends here", type(before))
 
 
-def is_metadata(call: Call, inputs: Mapping[int, str]) -> bool:
-    """Whether all tensors among the arguments are integer inputs, and there is at least one."""
-    tensors = list(tensors_in({k: v for k, v in call.arguments.items() if not isinstance(v, nn.Module)}))
-    if any(isinstance(v, nn.Module) for k, v in call.arguments.items() if k != "self"):
-        return False
-    return bool(tensors) and all(not t.is_floating_point() and id(t) in inputs for t in tensors)
-
-
-def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors in nested containers, and in plain objects such as caches."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item, depth)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
-        yield from tensors_in(vars(value), depth - 1)
+def is_metadata(call: Call) -> bool:
+    """Whether all tensors among the arguments are inputs, or made of them alone, and no weight comes into what is returned."""
+    weighs = call.weighs and any(t.is_floating_point() for t in tensors_in(call.returned))
+    return call.recipe is not None and not weighs

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from mmqc.front.handover import Handed
-from mmqc.front.observe import tensors_in
+from mmqc.front.provenance import tensors_in
 from mmqc.graph.tracing import may_vary
 
 Vary = Literal["all", "batch", False] | None

@@ -36,7 +36,7 @@ from mmqc.lowering.inductor import (
 )
 from mmqc.lowering.pack import unpack
 from mmqc.lowering.quantize import row_scale_loader
-from mmqc.ops.integer_matmul import CUDA_ALIGN, CUDA_MIN_ROWS, why_not_int_mm
+from mmqc.ops.integer_matmul import CUDA_MIN_ROWS, cuda_padding, why_not_int_mm
 from mmqc.ops.pack import FLOAT8
 
 aten = torch.ops.aten
@@ -112,7 +112,7 @@ def _int_mm(x: TensorBox, w: TensorBox) -> TensorBox:
 
 def _padded_int_mm(x: TensorBox, w: TensorBox, n: int, k: int, rows_known_large: bool) -> TensorBox:
     m = x.get_size()[0]
-    dm, dn, dk = (0 if rows_known_large else CUDA_MIN_ROWS - 1), -n % CUDA_ALIGN, -k % CUDA_ALIGN
+    dm, dn, dk = cuda_padding(CUDA_MIN_ROWS if rows_known_large else 1, n, k)
     pad, cut = lowerings[aten.constant_pad_nd.default], lowerings[aten.slice.Tensor]
     acc = _int_mm(pad(x, [0, dk, 0, dm], 0), pad(w, [0, dk, 0, dn], 0))
     return cut(cut(acc, 0, 0, m), 1, 0, n)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CUDA_MIN_ROWS = 17
 CUDA_ALIGN = 8
+CUDA_NARROW = 128  # fewer inputs than these, and cuBLAS has no algorithm for some N that are no multiples of 16 (4,136 outputs)
 
 
 @functools.cache
@@ -51,15 +52,17 @@ def why_not_int_mm(device: str, rows_known_large: bool, n: int, k: int, one_row:
             return "_int_mm is a plain loop on this CPU (no VNNI): float64 matmul instead"
         return None if cpu_int_mm_is_exact() else "_int_mm saturates on this CPU (no VNNI): float64 matmul instead"
     if device == "cuda":
-        if n % CUDA_ALIGN or k % CUDA_ALIGN:
-            return f"_int_mm needs N and K to be multiples of {CUDA_ALIGN}, not N={n}, K={k}: padded with zeros"
+        _, dn, dk = cuda_padding(CUDA_MIN_ROWS, n, k)
+        if dn or dk:
+            align = f"N and K to be multiples of {CUDA_ALIGN}, and N of {2 * CUDA_ALIGN} where K is under {CUDA_NARROW}"
+            return f"_int_mm needs {align}, not N={n}, K={k}: padded with zeros"
         return None if rows_known_large else f"_int_mm needs {CUDA_MIN_ROWS} rows: padded with zeros"
     return f"no integer matmul for device {device}: float64 matmul instead"
 
 
 def cuda_padding(m: int, n: int, k: int) -> tuple[int, int, int]:
     """Rows, outputs and inputs to add so that CUDA's ``_int_mm`` takes the operands."""
-    return max(CUDA_MIN_ROWS - m, 0), -n % CUDA_ALIGN, -k % CUDA_ALIGN
+    return max(CUDA_MIN_ROWS - m, 0), -n % (CUDA_ALIGN if k >= CUDA_NARROW else 2 * CUDA_ALIGN), -k % CUDA_ALIGN
 
 
 def _row_major(t: Tensor) -> Tensor:

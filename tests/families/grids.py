@@ -159,18 +159,23 @@ def qwen2_5_omni_thinker() -> Case:
     return built(settings), with_grids(2 * FRAME, types="")
 
 
-@family
-def qwen3_omni_moe_thinker() -> Case:
+def qwen3_omni(window: int) -> Any:
+    """The thinker, whose audio tower looks at 2 ``window`` frames at a time, and attends to 4."""
     settings = T.Qwen3OmniMoeThinkerConfig(
         vision_config=dict(**DEEP, out_hidden_size=96),
-        audio_config=dict(**HEARS, n_window=8, output_dim=96, n_window_infer=32, downsample_hidden_size=16),
+        audio_config=dict(**HEARS, n_window=window, output_dim=96, n_window_infer=4 * window, downsample_hidden_size=16),
         text_config=text(hidden_size=96, head_dim=32, rope_parameters=ROPE_32, **EXPERTS, num_experts=6, decoder_sparse_step=1),
         audio_token_id=AUDIO,
         tie_word_embeddings=False,
         **QWEN,
         **HEARD,
     )
-    return built(settings), with_grids(2 * FRAME, types="")
+    return built(settings)
+
+
+@family
+def qwen3_omni_moe_thinker() -> Case:
+    return qwen3_omni(8), with_grids(2 * FRAME, types="")
 
 
 @family

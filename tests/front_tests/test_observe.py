@@ -3,12 +3,13 @@
 import cProfile
 import pstats
 from collections import UserDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmqc.front.handover import place_of
 from mmqc.front.observe import SLICE, is_metadata, is_read, observe
+from mmqc.front.places import place_of
 
 IDS, SIZES, X = torch.arange(6), torch.tensor([[2, 3], [3, 2]]), torch.randn(6, 4)
 
@@ -30,19 +31,40 @@ class Packs(nn.Module):
 
 def test_observe__finds_reads_and_the_metadata_call_around_them() -> None:
     model = Packs()
-    seen = observe(lambda: model.forward(X, SIZES), frozenset({"allowed"}))
+    seen = observe(lambda: model.forward(X, SIZES), frozenset({"allowed"}), {"sizes": SIZES})
     assert [r.op for r in seen.reads] == ["tolist"]
     read = seen.reads[0]
     assert read.where.startswith(__file__)
-    around = [c for c in read.call.around() if is_metadata(c, {id(SIZES): "sizes"})]
+    around = [c for c in read.call.around() if is_metadata(c)]
     assert [c.code.co_name for c in around] == ["lengths"]
     assert place_of(around[0])[0] is model
 
 
-def test_observe__a_derived_tensor_is_no_input() -> None:
+def test_observe__what_was_made_of_inputs_is_as_good_as_they_are() -> None:
     model = Packs()
-    seen = observe(lambda: model.forward(X, SIZES * 1), frozenset({"allowed"}))
-    assert not any(is_metadata(c, {id(SIZES): "sizes"}) for c in seen.reads[0].call.around())
+    for sizes, known in ((SIZES * 1, False), (SIZES, True)):
+        seen = observe(lambda s=sizes: model.forward(X, s.flip(0) * 1), frozenset({"allowed"}), {"sizes": SIZES})
+        assert any(is_metadata(c) for c in seen.reads[0].call.around()) == known
+
+
+def test_observe__a_number_that_was_read_outside_goes_into_no_recipe() -> None:
+    """It would be the first batch's for ever."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def counted(self, sizes: Tensor, n: int) -> list[int]:
+            return (sizes.sum(-1) * n).tolist()
+
+        def forward(self, sizes: Tensor, given: bool) -> Any:
+            return self.scale * sum(self.counted(sizes, 7 if given else int(sizes[0, 1])))
+
+    for given in (True, False):
+        seen = observe(lambda g=given: Model().forward(SIZES, g), frozenset(), {"sizes": SIZES})
+        (call,) = (c for c in seen.calls if c.code.co_name == "counted")
+        assert is_metadata(call) == given
 
 
 def test_observe__the_bounds_of_a_slice_are_read() -> None:
@@ -51,7 +73,7 @@ def test_observe__the_bounds_of_a_slice_are_read() -> None:
         y[SIZES[0, 0] - 1 :, 1:2] = 0
         return y[:1]
 
-    assert [r.op for r in observe(forward, frozenset()).reads] == [SLICE, SLICE]
+    assert [r.op for r in observe(forward, frozenset(), {}).reads] == [SLICE, SLICE]
 
 
 def test_observe__a_mapping_that_is_being_made() -> None:
@@ -60,7 +82,7 @@ def test_observe__a_mapping_that_is_being_made() -> None:
         shared["length"] = int(torch.ones(3).sum())
         return torch.zeros(shared["length"])
 
-    found = observe(forward, frozenset())
+    found = observe(forward, frozenset(), {})
     assert found.output.shape == (3,)
     assert len(found.reads) == 1
 
@@ -85,7 +107,7 @@ def test_observe__a_profiler_that_was_on_goes_on() -> None:
     """cProfile hands out itself as the profile function, and cannot be called."""
     profiler = cProfile.Profile()
     profiler.enable()
-    seen = observe(lambda: Packs().forward(X, SIZES), frozenset())
+    seen = observe(lambda: Packs().forward(X, SIZES), frozenset(), {})
     behind()
     profiler.disable()
     assert [r.op for r in seen.reads] == ["__bool__", "tolist"]
@@ -94,7 +116,7 @@ def test_observe__a_profiler_that_was_on_goes_on() -> None:
 
 def test_observe__beside_torchs_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
-        seen = observe(lambda: Packs().forward(X, SIZES), frozenset())
+        seen = observe(lambda: Packs().forward(X, SIZES), frozenset(), {})
     assert [r.op for r in seen.reads] == ["__bool__", "tolist"]
 
 
@@ -126,6 +148,6 @@ class Weighing(nn.Module):
 def test_observe__what_weighs_is_what_weights_came_into() -> None:
     """Also through a module that is called, and through what was left on a module."""
     model = Weighing()
-    seen = observe(lambda: model.forward(IDS), frozenset())
+    seen = observe(lambda: model.forward(IDS), frozenset(), {"ids": IDS})
     weighs = {call.code.co_name: call.weighs for call in seen.calls if call.owner is model}
     assert weighs == {"forward": True, "positions": False, "embedded": True, "scaled": True, "kept": True}

@@ -49,4 +49,7 @@ def test_why_not_int_mm__cuda_limits() -> None:
     assert "rows" in (why_not_int_mm("cuda", False, 64, 64) or "")
     assert "multiples of 8" in (why_not_int_mm("cuda", True, 63, 64) or "")
     assert "float64" in (why_not_int_mm("xpu", True, 64, 64) or "")
+    assert "N of 16 where K is under 128" in (why_not_int_mm("cuda", True, 4136, 32) or "")
+    assert why_not_int_mm("cuda", True, 4136, 128) is None
     assert cuda_padding(1, 63, 100) == (16, 1, 4)
+    assert cuda_padding(2048, 4136, 32) == (0, 8, 0)

@@ -1,0 +1,202 @@
+"""What the tensors of a watched forward were made of, where that is inputs of it and nothing else.
+
+    lengths = mask.sum(-1)                          Operation(sum, (Input("mask"), -1))
+    padded, chunks = chunked(features, lengths)     Part(Returned(chunked, {"features": Input("features"), "lengths": ...}), 1)
+    positions(chunks)                               can be computed in front of the forward, from its inputs
+
+A recipe is such an expression, in nested containers: everything in it that is no tensor is what it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmqc.front.places import Call, place_of
+
+LARGER = 4  # times the largest input may a tensor be whose recipe is kept: it is alive as long as the forward is watched
+UNSAID = ("rand", "empty", "bernoulli", "multinomial", "normal")  # operations whose arguments do not say what comes out
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor argument of the observed forward, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What an operation of torch gives; its arguments are recipes."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a Python function returns, whose arguments, by the names that its frame had, are recipes."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of what has several."""
+
+    of: Any
+    key: Any
+
+
+class Provenance:
+    """Recipes of tensors; one that was written to since has none."""
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self.names = {id(tensor): name for name, tensor in inputs.items()}
+        self.known: dict[int, tuple[Tensor, int, Any]] = {}
+        self.largest = LARGER * max((tensor.numel() for tensor in inputs.values()), default=0)
+
+    def of(self, tensor: Tensor) -> Any:
+        """The recipe of a tensor, or None."""
+        if id(tensor) in self.names:
+            return Input(self.names[id(tensor)])
+        _, version, recipe = self.known.get(id(tensor), (None, None, None))
+        return recipe if recipe is not None and tensor._version == version else None
+
+    def recipe(self, value: Any) -> Any:
+        """The recipe of a value.
+
+        Raises:
+            LookupError: a tensor in it has none, or a module is in it.
+        """
+        if isinstance(value, Tensor):
+            recipe = self.of(value)
+            if recipe is None:
+                raise LookupError
+            return recipe
+        if type(value) is dict:
+            return {key: self.recipe(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self.recipe(item) for item in value)
+        if isinstance(value, nn.Module) or any(True for _ in tensors_in(value)):
+            raise LookupError
+        return value
+
+    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+        """An operation of torch was called."""
+        name = getattr(function, "__name__", "")
+        if any(word in name for word in UNSAID) or (name.endswith("_") and not name.endswith("__")):
+            return
+        if self.all_known((args, kwargs)):
+            self._keep(result, Operation(function, self.recipe(args), self.recipe(kwargs)))
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The recipe of a function's arguments; None if one has none, or no tensor is among them."""
+        given = {name: value for name, value in arguments.items() if name != "self"}
+        try:
+            return self.recipe(given) if self.all_known(given) else None
+        except LookupError:
+            return None
+
+    def all_known(self, value: Any) -> bool:
+        """Whether there are tensors in these containers, and all of them have recipes."""
+        tensors = list(tensors_in(value, depth=0))
+        return bool(tensors) and all(self.of(tensor) is not None for tensor in tensors)
+
+    def returned(self, call: Call, value: Any) -> None:
+        """A function returned, whose arguments have a recipe and which needs no weights."""
+        place = place_of(call)
+        if place is not None and not self.all_known(value):
+            self._keep(value, Returned(place[1], call.recipe or {}))
+
+    def _keep(self, value: Any, recipe: Any) -> None:
+        if isinstance(value, Tensor):
+            if not value.is_inference() and value.numel() <= self.largest and self.of(value) is None:
+                self.known[id(value)] = value, value._version, recipe
+        elif isinstance(value, (tuple, list, dict)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._keep(item, Part(recipe, key))
+
+
+def leaves(recipe: Any) -> Iterator[Input]:
+    """The inputs that a recipe names."""
+    if isinstance(recipe, Input):
+        yield recipe
+    for part in parts(recipe):
+        yield from leaves(part)
+
+
+def parts(recipe: Any) -> Iterator[Any]:
+    """The recipes that a recipe is made of."""
+    if isinstance(recipe, Operation):
+        yield from (recipe.args, recipe.kwargs)
+    elif isinstance(recipe, Returned):
+        yield recipe.arguments
+    elif isinstance(recipe, Part):
+        yield recipe.of
+    elif isinstance(recipe, dict):
+        yield from recipe.values()
+    elif type(recipe) in (tuple, list):
+        yield from recipe
+
+
+def follow(recipe: Any, inputs: Mapping[str, Any], known: dict[int, Any]) -> Any:
+    """What a recipe gives for these inputs; ``known`` is what was computed for them before."""
+    if isinstance(recipe, Input):
+        return inputs[recipe.name]
+    if isinstance(recipe, Operation):
+        if id(recipe) not in known:
+            kwargs = follow(recipe.kwargs, inputs, known)
+            known[id(recipe)] = recipe.function(*follow(recipe.args, inputs, known), **kwargs)
+        return known[id(recipe)]
+    if isinstance(recipe, Returned):
+        return call(recipe.function, recipe.arguments, inputs, known)
+    if isinstance(recipe, Part):
+        return follow(recipe.of, inputs, known)[recipe.key]
+    if type(recipe) is dict:
+        return {key: follow(item, inputs, known) for key, item in recipe.items()}
+    if type(recipe) in (tuple, list):
+        return type(recipe)(follow(item, inputs, known) for item in recipe)
+    return recipe
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], inputs: Mapping[str, Any], known: dict[int, Any]) -> Any:
+    """What a function returns, by the names that a frame had: positional, starred and keyword parameters."""
+    if id(arguments) in known:
+        return known[id(arguments)]
+    given = follow(dict(arguments), inputs, known)
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, p in inspect.signature(function).parameters.items():
+        if name not in given:
+            continue
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            args.append(given[name])
+        elif p.kind is p.VAR_POSITIONAL:
+            args += given[name]
+        elif p.kind is p.VAR_KEYWORD:
+            kwargs.update(given[name])
+        else:
+            kwargs[name] = given[name]
+    result = known[id(arguments)] = function(*args, **kwargs)
+    return result
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Tensors in nested containers, and in plain objects such as caches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        yield from tensors_in(vars(value), depth - 1)

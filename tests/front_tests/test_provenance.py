@@ -1,0 +1,108 @@
+"""Recipes of tensors: what they give for other inputs, and what has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmqc.front.observe import observe
+from mmqc.front.provenance import Input, Provenance, follow, leaves, parts
+
+GIVEN = {"mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]), "x": torch.randn(2, 4)}
+OTHER = {"mask": torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]), "x": torch.randn(2, 4)}
+COUNTED: list[str] = []
+
+
+def taken(x: Tensor, lengths: Tensor) -> dict[str, Any]:
+    """Written to in between: no operation says what it is, but the function does."""
+    COUNTED.append("taken")
+    ends = torch.zeros(3, dtype=torch.long)
+    ends[1:] = lengths.cumsum(0)
+    return {"ends": ends, "rows": [row[:n] for row, n in zip(x, lengths.tolist(), strict=True)]}
+
+
+def last(ends: Tensor) -> Tensor:
+    return torch.full((int(ends[-1]),), 2)
+
+
+def forward(mask: Tensor, x: Tensor) -> Tensor:
+    found = taken(x * 2, mask.sum(-1))
+    return last(found["ends"]) * found["rows"][0].sum()
+
+
+def recipe_of(name: str) -> Any:
+    """What the arguments of a function were made of."""
+    seen = observe(lambda: forward(**GIVEN), frozenset(), GIVEN)
+    (call,) = (c for c in seen.calls if c.code.co_name == name)
+    return call.recipe
+
+
+def test_follow__gives_what_the_forward_would_for_other_inputs() -> None:
+    recipe = recipe_of("last")
+    assert {leaf.name for leaf in leaves(recipe)} == {"mask", "x"}
+    assert follow(recipe, OTHER, {})["ends"].tolist() == [0, 1, 5]
+    given = follow(recipe_of("taken"), OTHER, {})
+    assert given["lengths"].tolist() == [1, 4]
+    assert torch.equal(given["x"], OTHER["x"] * 2)
+
+
+def test_follow__computes_nothing_twice() -> None:
+    recipe, known = recipe_of("last"), dict[int, Any]()
+    COUNTED.clear()
+    for _ in range(2):
+        follow([recipe, recipe], OTHER, known)
+    assert COUNTED == ["taken"]
+
+
+def test_leaves__are_the_inputs_that_a_recipe_names() -> None:
+    assert list(leaves({"a": [Input("x"), 3], "b": (Input("y"),)})) == [Input("x"), Input("y")]
+    assert list(parts(3)) == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.rand_like(x),
+        lambda x: torch.empty_like(x),
+        lambda x: x + torch.ones(2, 4),  # a tensor of which nobody knows
+        lambda x: torch.cat([x] * 5),  # large
+        lambda x: (x * 1).add_(1),
+    ],
+)
+def test_provenance__what_has_no_recipe(make: Callable[[Tensor], Tensor]) -> None:
+    kept = []
+
+    def run() -> None:
+        kept.append(make(GIVEN["x"]))
+        last(kept[0][:1, :1].abs().long())
+
+    seen = observe(run, frozenset(), GIVEN)
+    (call,) = (c for c in seen.calls if c.code.co_name == "last")
+    assert call.recipe is None
+
+
+def test_provenance__what_was_written_to_has_none_any_more() -> None:
+    known, y = Provenance(GIVEN), GIVEN["x"] * 2
+    known.operation(torch.mul, (GIVEN["x"], 2), {}, y)
+    view = y[:1]
+    known.operation(Tensor.__getitem__, (y, slice(1)), {}, view)
+    assert torch.equal(follow(known.recipe([view]), OTHER, {})[0], OTHER["x"][:1] * 2)
+    y.add_(1)
+    assert known.of(y) is None
+    assert known.of(view) is None
+    with pytest.raises(LookupError):
+        known.recipe({"a": view})
+    with pytest.raises(LookupError):
+        known.recipe(torch.nn.Linear(1, 1))
+
+
+def test_provenance__tensors_of_inference_mode_have_none() -> None:
+    with torch.inference_mode():
+        known, y = Provenance(GIVEN), GIVEN["x"] * 2
+        known.operation(torch.mul, (GIVEN["x"], 2), {}, y)
+        assert known.of(y) is None
+        assert known.of(GIVEN["x"]) == Input("x")
