@@ -37,6 +37,7 @@ from mmqc.versions import without_encoders
 CHECKS = frozenset(("torch_compilable_check",))  # transformers' placeholder check: it traces as an assertion
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUNDED = 3e-2  # of half precision: another order of the same sums
+IMAGES = 256  # a vector with more numbers than this has none for each image
 
 
 @dataclass
@@ -206,33 +207,41 @@ class Finder:
             readers = list(self.readers_of_inputs(read))
             if read.op == SLICE:  # sizes that cut are reckoned with further out, too: there are the same numbers for all who do
                 readers = [] if _is_inside(read, done) else readers[::-1]
-            for call, argument, source in readers:
+            for call, argument in readers:
                 place = (id(call.owner), call.code.co_name)
                 if place in done:
                     break
-                if self.adopt(call, argument, source):
+                if self.adopt(call, argument):
                     done.add(place)
                     break
         return [r for r in left if not _is_inside(r, done)]
 
-    def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str, str]]:
-        """Methods around a read that were given an integer matrix input, innermost first."""
+    def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str]]:
+        """Methods around a read that were given an integer matrix input, innermost first, and which argument that is."""
         for call in read.call.around() if read.call is not None else ():
             if call.owner is None or call.owner is self.model or place_of(call) is None:
                 continue
             for argument, value in call.arguments.items():
-                if isinstance(value, Tensor) and id(value) in self.names and value.dim() == 2 and value.shape[1] <= 4:
-                    yield call, argument, self.names[id(value)]
+                if self.holds_sizes(value) and value.dim() == 2:
+                    yield call, argument
 
-    def adopt(self, call: Call, argument: str, source: str) -> bool:
-        """Keep the first form of the argument that leaves the output the same."""
+    def holds_sizes(self, value: Any) -> bool:
+        """Whether this is an input with a few numbers for each image."""
+        if not isinstance(value, Tensor) or id(value) not in self.names or value.dtype == torch.bool:
+            return False
+        return (value.dim() == 2 and value.shape[1] <= 4) or (value.dim() == 1 and len(value) <= IMAGES)
+
+    def adopt(self, call: Call, argument: str) -> bool:
+        """Keep the first form of the argument that leaves the output the same; numbers, of all arguments that hold some."""
         owner, function = place_of(call)  # type: ignore[misc]
         assert isinstance(owner, nn.Module)
         plain = getattr(function, "__func__", function)
-        width = self.inputs[source].shape[1]
-        for form, columns in (("one row", range(width)), ("list", (0,)), ("rows", (0,))):
+        one = {argument: self.names[id(call.arguments[argument])]}
+        every = {name: self.names[id(value)] for name, value in call.arguments.items() if self.holds_sizes(value)}
+        width = self.inputs[one[argument]].shape[1]
+        for form, sources, columns in (("one row", one, range(width)), ("list", one, (0,)), ("numbers", every, (0,))):
             # only the total matters, if it may stand in any column
-            sites = [ArgumentSite(owner, call.code.co_name, plain, argument, source, form, c) for c in columns]
+            sites = [ArgumentSite(owner, call.code.co_name, plain, sources, form, c) for c in columns]
             with self.packed():
                 if not any(self.exact([*self.plan.sites, site]) for site in sites):
                     self.plan.sites.append(sites[0])

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from mmqc.front import provenance
 from mmqc.front.places import Call, Owner, place_of, plain
 from mmqc.front.provenance import leaves
-from mmqc.graph.tracing import Rows
+from mmqc.graph.numbers import Numbers
 
 numbers = itertools.count()
 
@@ -92,52 +92,57 @@ class ValueSite:
 
 @dataclass
 class ArgumentSite:
-    """A method that gets another form of one of the inputs: Python numbers, or one row in place of many.
+    """A method that gets another form of inputs: Python numbers, or one row in place of many.
 
     Forms:
         list     the tensor as nested lists: what the method reads are numbers that Dynamo knows, and may vary
-        rows     the same, where the method asks for them by ``tolist``
+        numbers  the same, where the method reckons with them or asks for them by ``tolist``
         one row  [[1, ..., sum of the rows' products, ..., 1]]: for methods to which only the total matters
+
+    Attributes:
+        sources: the inputs' names, by those of the arguments.
     """
 
     owner: nn.Module
     name: str
     function: Callable[..., Any]
-    argument: str
-    source: str
+    sources: Mapping[str, str]
     form: str
     column: int = -1
 
-    def compute(self, inputs: Mapping[str, Any], known: dict[int, Any] | None = None) -> Any:
-        """The argument for these inputs."""
+    def compute(self, inputs: Mapping[str, Any], known: dict[int, Any] | None = None) -> list[Any]:
+        """The arguments for these inputs."""
         del known
-        tensor = inputs[self.source]
+        return [self._form(inputs[source]) for source in self.sources.values()]
+
+    def _form(self, tensor: Tensor) -> Any:
         if self.form == "list":
             return tensor.tolist()
-        if self.form == "rows":
-            return Rows(tensor.tolist())
+        if self.form == "numbers":
+            return Numbers.of(tensor)
         row = torch.ones_like(tensor[:1])
         row[0, self.column] = tensor.prod(-1).sum()
         return row
 
     def reader(self, number: int, index: int) -> Any:
         """What stands in the method's place."""
-        function, argument = self.function, self.argument
-        position = list(inspect.signature(function).parameters).index(argument)
+        function = self.function
+        parameters = list(inspect.signature(function).parameters)
+        places = [(argument, parameters.index(argument)) for argument in self.sources]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and number in RUNNING.table:
-                handed = RUNNING.table[number].arguments[index]
-                if argument in kwargs or position >= len(args):
-                    kwargs = {**kwargs, argument: handed}
-                else:
-                    args = (*args[:position], handed, *args[position + 1 :])
+                for (argument, position), handed in zip(places, RUNNING.table[number].arguments[index], strict=True):
+                    if argument in kwargs or position >= len(args):
+                        kwargs = {**kwargs, argument: handed}
+                    else:
+                        args = (*args[:position], handed, *args[position + 1 :])
             return function(*args, **kwargs)
 
         return types.MethodType(call, self.owner)
 
     def __str__(self) -> str:
-        return f"{self.name}({self.source} as {self.form})"
+        return f"{self.name}({', '.join(self.sources.values())} as {self.form})"
 
 
 Site = ValueSite | ArgumentSite

@@ -62,7 +62,7 @@ def _same(a: Tensor, b: Any) -> bool:
 def _read_by(sites: list[Site]) -> list[str] | None:
     """The inputs that decide the results; None if something else may."""
     names = {leaf.name for site in sites if isinstance(site, ValueSite) for call in site.calls for leaf in leaves(call)}
-    names |= {site.source for site in sites if not isinstance(site, ValueSite)}
+    names |= {name for site in sites if not isinstance(site, ValueSite) for name in site.sources.values()}
     held = (v for site in sites if isinstance(site, ValueSite) for call in site.calls for v in _constants(call))
     return sorted(names) if all(isinstance(v, CONSTANTS) or _is_config(v) for v in held) else None
 

@@ -208,6 +208,52 @@ def test_front__positions_in_floats_are_computed_in_front_where_no_weight_came_i
     assert len(records) == 1
 
 
+class Merging(nn.Module):
+    """Its tower views each image by numbers of two inputs, 0-dimensional tensors, as VideoLLaMA 3's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.down = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def merged(self, x: Tensor, grid: Tensor, merges: Tensor) -> Tensor:
+        """[total / merge², 4] of x [total, 4]."""
+        parts = x.split(grid.prod(dim=1).tolist())
+        images = [
+            p.view(t, h // m, m, w // m, m, -1).sum((2, 4)).flatten(0, 2)
+            for p, (t, h, w), m in zip(parts, grid, merges, strict=True)
+        ]
+        return torch.cat(images).split((grid.prod(dim=1) // merges**2).tolist())[-1]
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor, image_merges: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        return self.embedding(input_ids) + self.merged(self.down(pixel_values), image_grid_thw, image_merges).sum(0)
+
+
+class Outer(nn.Module):
+    """Whose method takes the inputs is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Merging()
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor, image_merges: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        return self.model(input_ids, pixel_values, image_grid_thw, image_merges)
+
+
+@torch.no_grad()
+def test_front__numbers_of_two_inputs_that_a_method_reckons_with_are_one_graph() -> None:
+    model = Outer().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    with collect_records() as records:
+        for grid, merges in (([[1, 4, 6], [1, 4, 8]], [2, 2]), ([[1, 6, 9], [1, 8, 6]], [3, 2]), ([[1, 6, 4], [1, 12, 8]], [2, 4])):
+            sizes = torch.tensor(grid)
+            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes, torch.tensor(merges)
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    assert len(records) == 1
+
+
 def test_find__copies_the_cache_before_it_watches() -> None:
     """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
     model, batch = tiny_qwen2_vl(depth=1)

@@ -25,7 +25,10 @@ class Tower(nn.Module):
 
 def sites(tower: Tower) -> list[Any]:
     calls = [{"grid": Input("grid")}, {"grid": Input("grid"), "factor": 3}]
-    return [ValueSite(tower, "sizes", tower.sizes, calls), ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", "one row")]
+    return [
+        ValueSite(tower, "sizes", tower.sizes, calls),
+        ArgumentSite(tower, "forward", Tower.forward, {"grid": "grid"}, "one row"),
+    ]
 
 
 def test_compute__fills_the_table_for_one_call() -> None:
@@ -34,10 +37,10 @@ def test_compute__fills_the_table_for_one_call() -> None:
     handed = RUNNING.table.pop(number)
     assert handed.values == [[[4, 3], [12, 9]], []]
     assert handed.arguments[0] is None
-    assert handed.arguments[1].tolist() == [[1, 1, 7]]
-    listed, rows = (ArgumentSite(tower, "forward", Tower.forward, "grid", "grid", form) for form in ("list", "rows"))
-    assert listed.compute({"grid": grid}) == grid.tolist()
-    assert varying(rows.compute({"grid": grid})).tolist() == grid.tolist()
+    assert handed.arguments[1][0].tolist() == [[1, 1, 7]]
+    listed, known = (ArgumentSite(tower, "forward", Tower.forward, {"grid": "grid"}, form) for form in ("list", "numbers"))
+    assert listed.compute({"grid": grid}) == [grid.tolist()]
+    assert varying(known.compute({"grid": grid}))[0].tolist() == grid.tolist()
 
 
 def test_readers__hand_over_while_compiling_only(monkeypatch: pytest.MonkeyPatch) -> None:
