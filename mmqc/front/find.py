@@ -2,7 +2,8 @@
 
 1. observe the forward as the trace will see it
 2. towers that split their attention by values: one variable-length call, kept if the output stays the same
-3. functions of integer inputs: their results are handed over, kept if the output stays the same
+3. functions of what was made of inputs alone: their results are handed over, kept if the output stays the same; as numbers where
+   they are asked for right away
 4. methods that still read numbers out of an input: the numbers are handed over, kept if the output stays the same
 5. what the last forward left on a module: forgotten, if the output stays the same and this forward leaves it anew
 
@@ -70,19 +71,19 @@ class Finder:
         self.expected: list[Tensor] = []
 
     def find(self) -> Plan:
-        """Run the five steps."""
+        """Run the steps."""
         on_device = any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values())
         with attention.check(), plain_torch(), without_collections(), IndicesInBounds() if on_device else nullcontext():
             return self.search()
 
     def search(self) -> Plan:
-        """The five steps."""
+        """The steps."""
         self.warm()
         seen = self.observed()
         self.expected = list(floats(without_encoders(seen.output)))
         seen = self.pack_attention(seen)
         self.hand_over_results(seen)
-        left = self.hand_over_arguments(self.left(seen))
+        left = self.hand_over_arguments(self.hand_over_numbers(seen))
         self.forget()
         self.plan.capture = True
         self.plan.notes += sorted({f"left to the trace: {read}" for read in left})
@@ -199,6 +200,22 @@ class Finder:
                 else:
                     self.plan.sites.append(site)
                     self.plan.notes.append(f"computed in front: {site}")
+
+    def hand_over_numbers(self, seen: Observation) -> list[Read]:
+        """Functions that read nothing, and whose results are asked for their numbers right away; the reads that are left."""
+        left = self.left(seen)
+        asked = {id(read.giver) for read in left if read.scalar and read.giver is not None}
+        calls = [call for call in seen.calls if id(call) in asked and is_metadata(call)]
+        for site in value_sites(calls):
+            site.as_numbers = True
+            with self.packed():
+                if self.exact([*self.plan.sites, site]):
+                    continue
+            self.plan.sites.append(site)
+            self.plan.notes.append(f"computed in front: {site}")
+            names = {id(call) for call in calls if call.code.co_name == site.name}
+            left = [read for read in left if id(read.giver) not in names]
+        return left
 
     def hand_over_arguments(self, left: list[Read]) -> list[Read]:
         """Argument sites for the reads that are left; what is left after them."""

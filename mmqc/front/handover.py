@@ -58,17 +58,24 @@ def handed_over() -> set[int]:
 
 @dataclass
 class ValueSite:
-    """A function whose results are handed over, and the arguments of its calls."""
+    """A function whose results are handed over, and the arguments of its calls.
+
+    Attributes:
+        calls: recipes of the arguments (provenance.py), by name.
+        as_numbers: integer tensors among the results are handed over as numbers.
+    """
 
     owner: Owner
     name: str
     function: Callable[..., Any]
     calls: list[dict[str, Any]]
+    as_numbers: bool = False
 
     def compute(self, inputs: Mapping[str, Any], known: dict[int, Any] | None = None) -> list[Any]:
         """The results for these inputs; ``known`` holds what other sites have computed for them."""
         known = {} if known is None else known
-        return [provenance.call(self.function, arguments, inputs, known) for arguments in self.calls]
+        results = [provenance.call(self.function, arguments, inputs, known) for arguments in self.calls]
+        return pytree.tree_map(_numbers, results) if self.as_numbers else results
 
     def reader(self, number: int, index: int) -> Any:
         """What stands in the function's place."""
@@ -87,7 +94,12 @@ class ValueSite:
 
     def __str__(self) -> str:
         names = sorted({leaf.name for call in self.calls for leaf in leaves(call)})
-        return f"{self.name}({', '.join(names)})"
+        return f"{self.name}({', '.join(names)}){' as numbers' if self.as_numbers else ''}"
+
+
+def _numbers(value: Any) -> Any:
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool and value.dim() in (1, 2)
+    return Numbers.of(value) if whole else value
 
 
 @dataclass

@@ -115,7 +115,7 @@ class _Watch(TorchFunctionMode):
         read = name if is_read(name, args, kwargs) else SLICE if cut_by_values(name, args) else ""
         result = func(*args, **kwargs)
         if read:
-            self._read(read, result)
+            self._read(read, result, self.provenance.giver.get(id(args[0])) if args else None)
         if any(isinstance(t, nn.Parameter) or t in self.of_weights for t in tensors_in((args, kwargs), depth=0)):
             _weigh(self.innermost())
             self._came_of_weights(result)
@@ -128,7 +128,7 @@ class _Watch(TorchFunctionMode):
             if tensor.is_floating_point():
                 self.of_weights[tensor] = True
 
-    def _read(self, name: str, result: Any) -> None:
+    def _read(self, name: str, result: Any, giver: Call | None) -> None:
         call = self.innermost()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and self._is_foreign(frame.f_code):
@@ -136,7 +136,7 @@ class _Watch(TorchFunctionMode):
         if call is not None and any(c.code.co_name in self.ignored for c in call.around()):
             return
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
-        read = Read(name, call, where, len(self.calls), numbers_in(result))
+        read = Read(name, call, where, len(self.calls), numbers_in(result), giver)
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)

@@ -50,13 +50,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Read:
-    """A read, the calls around it, the line that it stands in, how many calls there had been, and the numbers that came out."""
+    """A read, the calls around it, the line that it stands in, how many calls there had been, and the numbers that came out.
+
+    ``giver`` is the call of a function that can run in front and returned the tensor that was read, if one did.
+    """
 
     op: str
     call: Call | None
     where: str
     at: int = 0
     numbers: frozenset[int] = frozenset()
+    giver: Call | None = None
 
     @property
     def scalar(self) -> bool:

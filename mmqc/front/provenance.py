@@ -60,6 +60,7 @@ class Provenance:
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self.names = {id(tensor): name for name, tensor in inputs.items()}
         self.known: dict[int, tuple[Tensor, int, Any]] = {}
+        self.giver: dict[int, Call] = {}
         self.largest = LARGER * max((tensor.numel() for tensor in inputs.values()), default=0)
 
     def of(self, tensor: Tensor) -> Any:
@@ -112,8 +113,9 @@ class Provenance:
     def returned(self, call: Call, value: Any) -> None:
         """A function returned, whose arguments have a recipe and which needs no weights."""
         place = place_of(call)
-        if place is not None and not self.all_known(value):
+        if place is not None:
             self._keep(value, Returned(place[1], call.recipe or {}))
+            self.giver |= {id(tensor): call for tensor in tensors_in(value, depth=0) if id(tensor) in self.known}
 
     def _keep(self, value: Any, recipe: Any) -> None:
         if isinstance(value, Tensor):

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from float64 import relative_error
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+from torch import Tensor, nn
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
 from mmqc.backend import collect_records
-from tests.families.grids import FRAME, HEARD, HEARS, qwen3_omni
+from tests.families.grids import FRAME, HEARD, HEARS, qwen2_5_omni_thinker, qwen3_omni
 from tests.families.parts import AUDIO, Batch, with_grids
 
 SAME = 1e-5  # float32; the same sums in another order
 WINDOW = 50  # half of what the tower looks at, as in the published model: its lengths are computed for it
 
 
-def heard(lengths: list[int]) -> Batch:
-    """Two images, some words, and sounds of so many frames."""
+def qwen3() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    return qwen3_omni(WINDOW), partial(modeling_qwen3_omni_moe._get_feat_extract_output_lengths, n_window=WINDOW)
+
+
+def qwen2_5() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+    model, _ = qwen2_5_omni_thinker()
+    return model, lambda lengths: model.audio_tower._get_feat_extract_output_lengths(lengths)[1]
+
+
+def heard(lengths: list[int], tokens: list[int]) -> Batch:
+    """Two images, some words, and sounds of so many frames and tokens."""
     batch = with_grids(2 * FRAME, types="")
-    tokens = _get_feat_extract_output_lengths(torch.tensor(lengths), WINDOW).tolist()
     around = (HEARD["audio_start_token_id"], HEARD["audio_end_token_id"])
     sounds = [token for n in tokens for token in (5, around[0], *[AUDIO] * n, around[1])]
     ids = torch.cat([batch["input_ids"][:1], torch.tensor([sounds])], dim=1)
@@ -30,14 +42,15 @@ def heard(lengths: list[int]) -> Batch:
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("build", [qwen3, qwen2_5])
 @torch.no_grad()
-def test_audio__of_any_length_is_one_graph() -> None:
+def test_audio__of_any_length_is_one_graph(build: Callable[[], tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> None:
     """Its lengths are a sum over a mask, what the tower sees was cut and padded, and positions follow from both."""
-    model = qwen3_omni(WINDOW)
+    model, tokens_of = build()
     compiled = torch.compile(model, backend="mmqc")
     with collect_records() as records:
         for lengths in ([90, 61], [90, 61], [120, 233], [77, 40]):
-            batch = heard(lengths)
+            batch = heard(lengths, tokens_of(torch.tensor(lengths)).tolist())
             eager = model(**batch, use_cache=False).logits
             assert relative_error(compiled(**batch, use_cache=False).logits, eager) < SAME
     assert len(records) == 1

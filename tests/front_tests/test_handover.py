@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mmqc.front.handover import RUNNING, ArgumentSite, Installed, ValueSite, compute, numbers, shape_product
 from mmqc.front.places import plain
 from mmqc.front.provenance import Input
+from mmqc.graph.numbers import Numbers
 from mmqc.graph.tracing import varying
 
 
@@ -84,6 +85,19 @@ def test_shape_product__others_see_what_numpy_gives() -> None:
     del first, second  # a call that ended without a word
     Installed(next(numbers), sites(Tower())).remove()
     assert numpy.prod is prod
+
+
+def test_compute__numbers_in_place_of_integers() -> None:
+    def found(grid: Tensor) -> dict[str, Any]:
+        return {"ends": grid.prod(-1).cumsum(0), "all": grid, "one": grid.sum(), "x": grid / 2, "odd": grid > 1}
+
+    site = ValueSite({}, "found", found, [{"grid": Input("grid")}], as_numbers=True)
+    (got,) = site.compute({"grid": torch.tensor([[1, 2], [3, 1]])})
+    assert got["ends"].tolist() == [2, 5]
+    assert got["all"].tolist() == [[1, 2], [3, 1]]
+    assert all(type(got[name]) is Numbers for name in ("ends", "all"))
+    assert all(isinstance(got[name], Tensor) for name in ("one", "x", "odd"))
+    assert str(site) == "found(grid) as numbers"
 
 
 def test_site__says_which_inputs_it_reads() -> None:

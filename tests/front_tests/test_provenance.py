@@ -29,6 +29,10 @@ def last(ends: Tensor) -> Tensor:
     return torch.full((int(ends[-1]),), 2)
 
 
+def noted(x: Tensor) -> Tensor:
+    return x
+
+
 def forward(mask: Tensor, x: Tensor) -> Tensor:
     found = taken(x * 2, mask.sum(-1))
     return last(found["ends"]) * found["rows"][0].sum()
@@ -78,10 +82,10 @@ def test_provenance__what_has_no_recipe(make: Callable[[Tensor], Tensor]) -> Non
 
     def run() -> None:
         kept.append(make(GIVEN["x"]))
-        last(kept[0][:1, :1].abs().long())
+        noted(kept[0])
 
     seen = observe(run, frozenset(), GIVEN)
-    (call,) = (c for c in seen.calls if c.code.co_name == "last")
+    (call,) = (c for c in seen.calls if c.code.co_name == "noted")
     assert call.recipe is None
 
 
