@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mmqc.front.places import Call, Read
-from mmqc.front.provenance import Provenance, parts, tensors_in
+from mmqc.front.provenance import FEW, Operation, Provenance, parts, tensors_in, whole_numbers
 from mmqc.graph.reads import cut_by_values, sizing
 
 logger = logging.getLogger(__name__)
@@ -136,7 +135,7 @@ class _Watch(TorchFunctionMode):
         if call is not None and any(c.code.co_name in self.ignored for c in call.around()):
             return
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
-        read = Read(name, call, where, len(self.calls), numbers_in(result), giver)
+        read = Read(name, call, where, len(self.calls), frozenset(whole_numbers(result)), giver)
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)
@@ -179,12 +178,6 @@ def is_read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return name in SCALAR_READS or bool(sizing(name, args, kwargs))
 
 
-def numbers_in(value: Any) -> frozenset[int]:
-    """The whole numbers in nested lists."""
-    leaves = pytree.tree_leaves(value)
-    return frozenset(leaf for leaf in leaves if isinstance(leaf, int) and not isinstance(leaf, bool))
-
-
 def observe(forward: Callable[[], Any], ignored: frozenset[str], inputs: Mapping[str, Tensor]) -> Observation:
     """Run ``forward`` on ``inputs`` and tell what it read; reads inside functions called ``ignored`` do not count."""
     watch = _Watch(ignored, inputs)
@@ -205,13 +198,15 @@ def _without_numbers_that_were_read(calls: list[Call], reads: list[Read]) -> Non
             read = waiting.pop()
             if read.call is None or not any(is_metadata(c) for c in read.call.around()):
                 said |= read.numbers
-        if call.recipe is not None and (said & numbers_in(call.arguments) or _uses(call.recipe, gone)):
+        if call.recipe is not None and (said & {*whole_numbers(call.arguments)} or _uses(call.recipe, gone, said)):
             gone.add(id(call.recipe))
             call.recipe = None
 
 
-def _uses(recipe: Any, gone: set[int]) -> bool:
-    return id(recipe) in gone or any(_uses(part, gone) for part in parts(recipe))
+def _uses(recipe: Any, gone: set[int], said: set[int]) -> bool:
+    """Whether it is made of what has no recipe any more, or by an operation that was given such a number."""
+    reckons = isinstance(recipe, Operation) and any(n > FEW and n in said for n in whole_numbers((recipe.args, recipe.kwargs)))
+    return id(recipe) in gone or reckons or any(_uses(part, gone, said) for part in parts(recipe))
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from mmqc.front.places import Call, place_of
 
 LARGER = 4  # times the largest input may a tensor be whose recipe is kept: it is alive as long as the forward is watched
 UNSAID = ("rand", "empty", "bernoulli", "multinomial", "normal")  # operations whose arguments do not say what comes out
+SHAPED = {"view", "reshape", "expand", "repeat", "tile", "broadcast_to", "narrow", "split", "split_with_sizes", "unflatten", "pad"}
+FEW = 4  # more than this a number is no dimension's
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Provenance:
         self.known: dict[int, tuple[Tensor, int, Any]] = {}
         self.giver: dict[int, Call] = {}
         self.largest = LARGER * max((tensor.numel() for tensor in inputs.values()), default=0)
+        self.sizes = {size for t in inputs.values() for size in (t.shape[:1] if t.is_floating_point() else t.shape)}
 
     def of(self, tensor: Tensor) -> Any:
         """The recipe of a tensor, or None."""
@@ -92,7 +95,11 @@ class Provenance:
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch was called."""
         name = getattr(function, "__name__", "")
-        if any(word in name for word in UNSAID) or (name.endswith("_") and not name.endswith("__")):
+        if (
+            any(word in name for word in UNSAID)
+            or (name.endswith("_") and not name.endswith("__"))
+            or self._is_sized(name, args, kwargs)
+        ):
             return
         if self.all_known((args, kwargs)):
             self._keep(result, Operation(function, self.recipe(args), self.recipe(kwargs)))
@@ -101,9 +108,18 @@ class Provenance:
         """The recipe of a function's arguments; None if one has none, or no tensor is among them."""
         given = {name: value for name, value in arguments.items() if name != "self"}
         try:
-            return self.recipe(given) if self.all_known(given) else None
+            return self.recipe(given) if self.all_known(given) and not self._is_sized("", given) else None
         except LookupError:
             return None
+
+    def _is_sized(self, name: str, *given: Any) -> bool:
+        """Whether a number among the arguments may be a size of this batch: of the next one it will be another."""
+        found = {abs(number) for number in whole_numbers(given)}
+        if name in SHAPED:
+            return max(found, default=0) > 1
+        if name == "__getitem__":
+            return max(found, default=0) > FEW or bool(found & self.sizes - {1})
+        return any(number > FEW for number in found & self.sizes)
 
     def all_known(self, value: Any) -> bool:
         """Whether there are tensors in these containers, and all of them have recipes."""
@@ -124,6 +140,17 @@ class Provenance:
         elif isinstance(value, (tuple, list, dict)):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._keep(item, Part(recipe, key))
+
+
+def whole_numbers(value: Any) -> Iterator[int]:
+    """Those in nested containers and slices."""
+    if isinstance(value, int):
+        yield from () if isinstance(value, bool) else (value,)
+    elif isinstance(value, slice):
+        yield from whole_numbers((value.start, value.stop, value.step))
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from whole_numbers(item)
 
 
 def leaves(recipe: Any) -> Iterator[Input]:

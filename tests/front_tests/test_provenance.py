@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmqc.front.observe import observe
-from mmqc.front.provenance import Input, Provenance, follow, leaves, parts
+from mmqc.front.provenance import Input, Provenance, follow, leaves, parts, whole_numbers
 
 GIVEN = {"mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]), "x": torch.randn(2, 4)}
 OTHER = {"mask": torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]), "x": torch.randn(2, 4)}
@@ -75,6 +75,11 @@ def test_leaves__are_the_inputs_that_a_recipe_names() -> None:
         lambda x: x + torch.ones(2, 4),  # a tensor of which nobody knows
         lambda x: torch.cat([x] * 5),  # large
         lambda x: (x * 1).add_(1),
+        lambda x: x.view(4, -1),  # sizes of this batch, and not of the next one
+        lambda x: x.expand(3, *x.shape),
+        lambda x: x[:, : x.shape[1]],
+        lambda x: torch.cat([x] * 3)[-6:],
+        lambda x: torch.nn.functional.pad(x, (0, 7)),
     ],
 )
 def test_provenance__what_has_no_recipe(make: Callable[[Tensor], Tensor]) -> None:
@@ -87,6 +92,19 @@ def test_provenance__what_has_no_recipe(make: Callable[[Tensor], Tensor]) -> Non
     seen = observe(run, frozenset(), GIVEN)
     (call,) = (c for c in seen.calls if c.code.co_name == "noted")
     assert call.recipe is None
+
+
+def test_provenance__a_size_of_the_batch_goes_into_no_recipe() -> None:
+    """Numbers that are not: dimensions, and what is configured."""
+    given = {"ids": torch.zeros(2, 9, dtype=torch.long), "x": torch.zeros(40, 9)}
+
+    def scaled(ids: Tensor, factor: int) -> Tensor:
+        return ids * factor
+
+    for factor, known in ((9, False), (40, False), (7, True), (2, True)):
+        seen = observe(lambda n=factor: [scaled(given["ids"], n), scaled(given["ids"] * n, 3)], frozenset(), given)
+        assert [c.recipe is not None for c in seen.calls if c.code.co_name == "scaled"] == [known, known]
+    assert sorted(whole_numbers({"a": (1, [slice(2, None, 3)], True, 4.5), "b": torch.Size([5])})) == [1, 2, 3, 5]
 
 
 def test_provenance__what_was_written_to_has_none_any_more() -> None:
