@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +96,15 @@ class Provenance:
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch was called."""
         name = getattr(function, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
         if (
-            any(word in name for word in UNSAID)
-            or (name.endswith("_") and not name.endswith("__"))
+            in_place
+            or any(word in name for word in UNSAID)
+            or not self.all_known((args, kwargs))
             or self._is_sized(name, args, kwargs)
         ):
             return
-        if self.all_known((args, kwargs)):
+        with suppress(LookupError):
             self._keep(result, Operation(function, self.recipe(args), self.recipe(kwargs)))
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -120,6 +120,8 @@ def test_provenance__what_was_written_to_has_none_any_more() -> None:
         known.recipe({"a": view})
     with pytest.raises(LookupError):
         known.recipe(torch.nn.Linear(1, 1))
+    known.operation(torch.add, (GIVEN["x"], 2), {"out": torch.nn.Linear(1, 1)}, z := GIVEN["x"] + 2)
+    assert known.of(z) is None, "and nobody's forward ends"
 
 
 def test_provenance__tensors_of_inference_mode_have_none() -> None:
