@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from mmqc.front.places import Call, Read
 from mmqc.front.provenance import FEW, Operation, Provenance, parts, tensors_in, whole_numbers
@@ -39,6 +39,7 @@ FOREIGN = (
     *(str(Path(__file__).parents[1] / room) for room in ("kernels", "ops")),
     "<frozen",
     __file__,
+    Provenance.operation.__code__.co_filename,
     sizing.__code__.co_filename,
 )
 
@@ -62,7 +63,7 @@ class _Watch(TorchFunctionMode):
         self.stack: list[tuple[FrameType, Call | None]] = []
         self.calls: list[Call] = []
         self.reads: list[Read] = []
-        self.of_weights = WeakIdKeyDictionary()
+        self.of_weights: dict[int, weakref.ref[Tensor]] = {}
 
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
         """``sys.setprofile``'s callback."""
@@ -71,7 +72,7 @@ class _Watch(TorchFunctionMode):
             if call is not None:
                 self.calls.append(call)
                 if call.code.co_name == "forward" and type(call.owner).__module__.startswith("mmqc."):
-                    _weigh(call)  # its weights are buffers
+                    call.weighs = True  # its weights are buffers
             self.stack.append((frame, call))
         elif event == "return":
             while self.stack:
@@ -84,7 +85,7 @@ class _Watch(TorchFunctionMode):
     def _returned(self, call: Call, value: Any) -> None:
         call.returned = shape_of_floats(value)
         if call.weighs:
-            self._came_of_weights(value)
+            self._weighed(value)
         elif call.recipe is not None:
             self.provenance.returned(call, value)
 
@@ -106,26 +107,42 @@ class _Watch(TorchFunctionMode):
 
     def innermost(self) -> Call | None:
         """The innermost call in progress that is not torch's."""
-        return next((call for _, call in reversed(self.stack) if call is not None), None)
+        for _, call in reversed(self.stack):
+            if call is not None:
+                return call
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Every Python function that is called from here is an event of the profiler, and there are thousands of operations.
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         read = name if is_read(name, args, kwargs) else SLICE if cut_by_values(name, args) else ""
         result = func(*args, **kwargs)
         if read:
             self._read(read, result, self.provenance.giver.get(id(args[0])) if args else None)
-        if any(isinstance(t, nn.Parameter) or t in self.of_weights for t in tensors_in((args, kwargs), depth=0)):
-            _weigh(self.innermost())
-            self._came_of_weights(result)
-        else:
+        known = False
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(tensor, Tensor):
+                    continue
+                ref = self.of_weights.get(id(tensor))
+                if isinstance(tensor, nn.Parameter) or (ref is not None and ref() is tensor):
+                    self._weighed(result)
+                    return result
+                known = known or id(tensor) in self.provenance.names or id(tensor) in self.provenance.known
+        if known:
             self.provenance.operation(func, args, kwargs, result)
         return result
 
-    def _came_of_weights(self, value: Any) -> None:
-        for tensor in tensors_in(value):
+    def _weighed(self, result: Any) -> None:
+        """A weight, or what came of one, went into an operation."""
+        call = self.innermost()
+        while call is not None and not call.weighs:
+            call.weighs = True
+            call = call.outer
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if tensor.is_floating_point():
-                self.of_weights[tensor] = True
+                self.of_weights[id(tensor)] = weakref.ref(tensor)
 
     def _read(self, name: str, result: Any, giver: Call | None) -> None:
         call = self.innermost()
@@ -139,13 +156,6 @@ class _Watch(TorchFunctionMode):
         self.reads.append(read)
         for outer in call.around() if call is not None else ():
             outer.reads.append(read)
-
-
-def _weigh(call: Call | None) -> None:
-    for outer in call.around() if call is not None else ():
-        if outer.weighs:
-            break
-        outer.weighs = True
 
 
 def shape_of_floats(value: Any) -> Any:

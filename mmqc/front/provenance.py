@@ -109,6 +109,9 @@ class Provenance:
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         """The recipe of a function's arguments; None if one has none, or no tensor is among them."""
+        for value in arguments.values():  # most functions are given activations
+            if isinstance(value, Tensor) and id(value) not in self.names and id(value) not in self.known:
+                return None
         given = {name: value for name, value in arguments.items() if name != "self"}
         try:
             return self.recipe(given) if self.all_known(given) and not self._is_sized("", given) else None

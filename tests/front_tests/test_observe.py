@@ -114,6 +114,12 @@ def test_observe__a_profiler_that_was_on_goes_on() -> None:
     assert behind.__name__ in {name for _, _, name in pstats.Stats(profiler).stats}  # type: ignore[attr-defined]
 
 
+def test_observe__watches_the_forward_and_not_itself() -> None:
+    """Each Python function that it calls for an operation is an event of the profiler as well: seconds for a model."""
+    seen = observe(lambda: Packs().forward(X, SIZES), frozenset(), {"sizes": SIZES})
+    assert not {call.code.co_filename for call in seen.calls if "/mmqc/" in call.code.co_filename}
+
+
 def test_observe__beside_torchs_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True):
         seen = observe(lambda: Packs().forward(X, SIZES), frozenset(), {})
