@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.front.find import Finder, Packed, Plan
-from mmqc.front.handover import RUNNING, Installed, compute, numbers
+from mmqc.front.handover import RUNNING, Handed, Installed, compute, numbers
 from mmqc.front.kept import Kept, copied
 from mmqc.front.sizes import Marked, known_to_vary, left_on
 from mmqc.front.streams import Streams, devices_of
@@ -123,12 +123,34 @@ class Front:
         if not brings_features(inputs):
             return
         if kind not in self.plans:
-            plan = self.plans[kind] = Finder(self.number, model, inputs).find()
-            self.installed[kind] = Installed(self.number, plan.sites)
+            self._find(kind, model, inputs)
+        if not self.plans[kind].sites and not self.plans[kind].configs:
+            self.call.capture = self.plans[kind].capture
+            return
+        try:
+            handed = self._handed(kind, model, inputs)
+        except Exception:  # a function that this batch has another number of calls of, say: what it needs is found anew
+            self._find(kind, model, inputs)
+            handed = self._handed(kind, model, inputs)
         plan = self.plans[kind]
         self.call.capture = plan.capture
-        if not plan.sites and not plan.configs:
-            return
+        RUNNING.table[self.number] = handed
+        self.active = (Packed(plan.configs), self.installed[kind])
+        self.active[0].__enter__()
+        self.active[1].put()
+        self.forgotten = [(module, name, vars(module).get(name)) for module, name in plan.forgets]
+        for module, name, _ in self.forgotten:
+            vars(module)[name] = None
+
+    def _find(self, kind: Kind, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        plan = self.plans[kind] = Finder(self.number, model, inputs).find()
+        self.installed[kind] = Installed(self.number, plan.sites)
+        for known in [key for key in self.kept if key[0] == kind]:
+            del self.kept[known]
+
+    def _handed(self, kind: Kind, model: nn.Module, inputs: Mapping[str, Any]) -> Handed:
+        """What is kept for these inputs, or else computed."""
+        plan = self.plans[kind]
         kept = self.kept.setdefault((kind, getattr(model, "dtype", None)), Kept(plan.sites))
         handed = kept.get(self.call.inputs)
         if handed is None:
@@ -137,13 +159,7 @@ class Front:
             handed = copied(RUNNING.table[self.number])  # a view of something else would ask for a graph of its own
             handed.values, handed.arguments = varying(handed.values), varying(handed.arguments)
             kept.put(self.call.inputs, handed)
-        RUNNING.table[self.number] = handed
-        self.active = (Packed(plan.configs), self.installed[kind])
-        self.active[0].__enter__()
-        self.active[1].put()
-        self.forgotten = [(module, name, vars(module).get(name)) for module, name in plan.forgets]
-        for module, name, _ in self.forgotten:
-            vars(module)[name] = None
+        return handed
 
     def clear(self) -> None:
         """The model as it was; a call that failed leaves what the one before it left."""

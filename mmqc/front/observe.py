@@ -39,6 +39,7 @@ FOREIGN = (
     *(str(Path(__file__).parents[1] / room) for room in ("kernels", "ops")),
     "<frozen",
     __file__,
+    Call.around.__code__.co_filename,
     Provenance.operation.__code__.co_filename,
     sizing.__code__.co_filename,
 )

@@ -124,7 +124,9 @@ class Provenance:
         if name in SHAPED:
             return max(found, default=0) > 1
         if name == "__getitem__":
-            return max(found, default=0) > FEW or bool(found & self.sizes - {1})
+            index = given[0][1]
+            row = index[0] if isinstance(index, tuple) and index else index
+            return isinstance(row, int) or max(found, default=0) > FEW or bool(found & self.sizes - {1})
         return any(number > FEW for number in found & self.sizes)
 
     def all_known(self, value: Any) -> bool:
@@ -140,10 +142,11 @@ class Provenance:
             self.giver |= {id(tensor): call for tensor in tensors_in(value, depth=0) if id(tensor) in self.known}
 
     def _keep(self, value: Any, recipe: Any) -> None:
+        """Of several values those whose number is fixed: one for each image there may be more or fewer of the next time."""
         if isinstance(value, Tensor):
             if not value.is_inference() and value.numel() <= self.largest and self.of(value) is None:
                 self.known[id(value)] = value, value._version, recipe
-        elif isinstance(value, (tuple, list, dict)):
+        elif isinstance(value, dict) or (isinstance(value, tuple) and (isinstance(recipe, Returned) or type(value) is not tuple)):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._keep(item, Part(recipe, key))
 

@@ -254,6 +254,41 @@ def test_front__numbers_of_two_inputs_that_a_method_reckons_with_are_one_graph()
     assert len(records) == 1
 
 
+def rows_of(grid: Tensor) -> tuple[Tensor, ...]:
+    """A row for each image."""
+    return grid.unbind(0) if int(grid.min()) else ()
+
+
+def patches_of(row: Tensor) -> int:
+    """t h w."""
+    return int(row.prod())
+
+
+class ByImage(nn.Module):
+    """Calls a function for each image, with a part of what another one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.down = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        """[1, T, 4]."""
+        images = self.down(pixel_values).split([patches_of(row) for row in rows_of(image_grid_thw)])
+        return self.embedding(input_ids) + torch.stack([image.mean(0) for image in images]).sum(0)
+
+
+@torch.no_grad()
+def test_front__another_number_of_images_is_found_anew_where_what_was_found_does_not_fit() -> None:
+    model = ByImage().eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    for images in (2, 1, 3, 2):
+        grid = torch.tensor([[1, 4, 6], [1, 2, 8], [1, 3, 3]])[:images]
+        for _ in range(2):
+            inputs = torch.arange(5)[None], torch.randn(int(grid.prod(-1).sum()), 4), grid
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+
+
 def test_find__copies_the_cache_before_it_watches() -> None:
     """Watched, ``deepcopy`` takes time by the square of what it copies: seconds for a cache of some layers."""
     model, batch = tiny_qwen2_vl(depth=1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmqc.front.observe import observe
-from mmqc.front.provenance import Input, Provenance, follow, leaves, parts, whole_numbers
+from mmqc.front.provenance import Input, Provenance, Returned, follow, leaves, parts, whole_numbers
 
 GIVEN = {"mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]), "x": torch.randn(2, 4)}
 OTHER = {"mask": torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]), "x": torch.randn(2, 4)}
@@ -80,6 +80,11 @@ def test_leaves__are_the_inputs_that_a_recipe_names() -> None:
         lambda x: x[:, : x.shape[1]],
         lambda x: torch.cat([x] * 3)[-6:],
         lambda x: torch.nn.functional.pad(x, (0, 7)),
+        lambda x: x[1],  # there may be one row the next time
+        lambda x: x[1, :2],
+        lambda x: x.unbind(0)[1],
+        lambda x: list(x)[1],
+        lambda x: x.split([1, 1])[0],
     ],
 )
 def test_provenance__what_has_no_recipe(make: Callable[[Tensor], Tensor]) -> None:
@@ -104,6 +109,14 @@ def test_provenance__a_size_of_the_batch_goes_into_no_recipe() -> None:
     for factor, known in ((9, False), (40, False), (7, True), (2, True)):
         seen = observe(lambda n=factor: [scaled(given["ids"], n), scaled(given["ids"] * n, 3)], frozenset(), given)
         assert [c.recipe is not None for c in seen.calls if c.code.co_name == "scaled"] == [known, known]
+    known, both = Provenance(given), (given["x"] * 1, given["x"] * 2)
+    for value, kept in ((both, True), ({"a": both[0]}, True), (list(both), False)):
+        known._keep(value, Returned(scaled, {}))
+        assert (known.of(both[0]) is not None) == kept
+        known.known.clear()
+    found = given["ids"].max(-1)
+    known.operation(Tensor.max, (given["ids"], -1), {}, found)
+    assert known.of(found.indices) is not None, "two of them, always"
     assert sorted(whole_numbers({"a": (1, [slice(2, None, 3)], True, 4.5), "b": torch.Size([5])})) == [1, 2, 3, 5]
 
 
