@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mmqc.front import provenance
+from mmqc.front.numbers import Numbers
 from mmqc.front.places import Call, Owner, place_of, plain
 from mmqc.front.provenance import leaves
-from mmqc.graph.numbers import Numbers
 
 numbers = itertools.count()
 

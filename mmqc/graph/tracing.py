@@ -41,7 +41,6 @@ from mmqc.graph.capture import outermost_module
 from mmqc.graph.chance import chance_left_open
 from mmqc.graph.collections_off import count_as_old, without_collections
 from mmqc.graph.environment import environment
-from mmqc.graph.numbers import Numbers
 from mmqc.graph.roots import roots_are_constants
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
@@ -447,6 +446,6 @@ def varying(value: Any) -> Any:
     """``value`` with every number marked as one that varies, so that Dynamo does not compile anew for another."""
     if type(value) is int:
         return DynamicInt(value)
-    if type(value) in (list, tuple, Numbers):
+    if isinstance(value, list) or type(value) is tuple:  # also a list that knows more, such as front/numbers.py
         return type(value)(varying(v) for v in value)
     return value

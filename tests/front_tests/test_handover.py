@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.front.handover import RUNNING, ArgumentSite, Installed, ValueSite, compute, numbers, shape_product
+from mmqc.front.numbers import Numbers
 from mmqc.front.places import plain
 from mmqc.front.provenance import Input
-from mmqc.graph.numbers import Numbers
 from mmqc.graph.tracing import varying
 
 

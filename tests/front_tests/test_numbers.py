@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqc.graph.numbers import Numbers
+from mmqc.front.numbers import Numbers
 
 SOME = st.integers(1, 9)
 VECTORS = st.lists(SOME, min_size=1, max_size=4)
