@@ -38,6 +38,11 @@ def require(ok: bool, where: str, value: object, allowed: object) -> None:
         raise ConfigError(f"{where} = {value!r} is not supported; allowed: {allowed}")
 
 
+def is_a(value: object, classes: tuple[type, ...]) -> bool:
+    """``isinstance``, where True and False are no numbers."""
+    return isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
+
+
 @cache
 def _classes(spec: type) -> dict[str, tuple[type, ...]]:
     """What the value of each field of a dataclass is an instance of; fields that declare more than classes are not named."""
@@ -53,9 +58,8 @@ def require_types(spec: Any) -> None:
     """Raise a ConfigError where a field of this dataclass is none of the classes that it declares; True is no number."""
     for name, classes in _classes(type(spec)).items():
         value = getattr(spec, name)
-        fits = isinstance(value, classes) and (bool in classes or not isinstance(value, bool))
         words = " or ".join("None" if one is NoneType else one.__name__ for one in classes)
-        require(fits, f"{type(spec).__name__}.{name}", value, words)
+        require(is_a(value, classes), f"{type(spec).__name__}.{name}", value, words)
 
 
 @dataclass(frozen=True)

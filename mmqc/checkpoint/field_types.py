@@ -10,6 +10,7 @@ import torch
 
 from mmqc.checkpoint.checksum import CheckpointError
 from mmqc.config import ConfigError, QuantConfig
+from mmqc.specs import is_a
 
 SPEC: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("in", "out", "size", "experts", "heads", "width", "weight_bits", "group_size"), (int,)),
@@ -37,11 +38,6 @@ def need(holds: bool, key: str, value: Any, what: str) -> None:
     """
     if not holds:
         raise CheckpointError(f"{key} = {value!r:.80} is no {what}; was the checkpoint damaged or edited by hand?")
-
-
-def is_a(value: Any, types: tuple[type, ...]) -> bool:
-    """``isinstance``, where True and False are no numbers."""
-    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
 def check_fields(parts: Mapping[str, Any]) -> None:

@@ -66,9 +66,13 @@ class Finder:
     def __init__(self, number: int, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         self.number, self.model, self.inputs = number, model, dict(inputs)
         self.given = {k: v for k, v in self.inputs.items() if isinstance(v, Tensor)}
-        self.names = {id(v): k for k, v in self.given.items() if not v.is_floating_point()}
         self.plan = Plan()
         self.expected: list[Tensor] = []
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the integer inputs that the forward does not write to, by id."""
+        return {id(v): k for k, v in self.given.items() if not v.is_floating_point()}
 
     def find(self) -> Plan:
         """Run the steps."""
@@ -104,7 +108,6 @@ class Finder:
             with torch.no_grad(), rng, as_it_was(self.model, self.inputs) as written:
                 output = self.model.forward(**inputs)
             for tensor in written:
-                self.names.pop(id(tensor), None)
                 self.given = {name: given for name, given in self.given.items() if given is not tensor}
             return output
 
@@ -213,8 +216,8 @@ class Finder:
                     continue
             self.plan.sites.append(site)
             self.plan.notes.append(f"computed in front: {site}")
-            names = {id(call) for call in calls if call.code.co_name == site.name}
-            left = [read for read in left if id(read.giver) not in names]
+            its = {id(call) for call in calls if call.code.co_name == site.name}
+            left = [read for read in left if id(read.giver) not in its]
         return left
 
     def hand_over_arguments(self, left: list[Read]) -> list[Read]:

@@ -129,8 +129,9 @@ class Front:
             return
         try:
             handed = self._handed(kind, model, inputs)
-        except Exception:  # a function that this batch has another number of calls of, say: what it needs is found anew
+        except Exception as error:  # a function returned something for each image, say, and there are fewer now
             self._find(kind, model, inputs)
+            self.plans[kind].notes.append(f"found anew, for what was found did not fit a batch: {type(error).__name__}: {error}")
             handed = self._handed(kind, model, inputs)
         plan = self.plans[kind]
         self.call.capture = plan.capture

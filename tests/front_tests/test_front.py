@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from float64 import relative_error
-from models import IMAGE, tiny_pixtral, tiny_qwen2_vl
+from models import IMAGE, Counting, tiny_pixtral, tiny_qwen2_vl
 from prompts import batch_of, drawn, padded_images
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
@@ -76,26 +76,24 @@ def test_front__what_cannot_be_one_graph_is_torchs_error_where_one_is_asked_for(
     assert not caplog.records, "nothing runs as it is"
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and in a tensor that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor, counters: list[Tensor]) -> Tensor:
-        """[B, 4], so many times x."""
-        self.calls += 1
-        counters[0].add_(1)
-        return self.linear(x) * self.calls
+def graphs_of(model: nn.Module, grids: list[list[list[int]]], merges: list[list[int]] | None = None) -> int:
+    """Graphs for prompts with images of these sizes in turn, each of which answers as in eager mode."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="mmqc")
+    with collect_records() as records:
+        for i, grid in enumerate(grids):
+            sizes = torch.tensor(grid)
+            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
+            inputs += (torch.tensor(merges[i]),) if merges else ()
+            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    return len(records)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_front__a_model_that_counts_its_calls_is_called_as_often_as_it_is_called(fullgraph: bool) -> None:
     """It is run to be watched in front of the first call: that leaves no trace."""
-    model, counter = Counting().eval(), torch.zeros(1)
+    model, counter = Counting(4).eval(), torch.zeros(1)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="mmqc", fullgraph=fullgraph)
     for calls in (1, 2, 3):
@@ -135,15 +133,7 @@ class Reader(nn.Module):
 
 @torch.no_grad()
 def test_front__a_grid_that_is_asked_for_its_numbers_is_one_graph() -> None:
-    model = Reader().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mmqc")
-    with collect_records() as records:
-        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]):
-            sizes = torch.tensor(grid)
-            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
-            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
-    assert len(records) == 1
+    assert graphs_of(Reader().eval(), [[[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]]) == 1
 
 
 def places(grid: Tensor) -> tuple[Tensor, ...]:
@@ -168,15 +158,10 @@ class Places(nn.Module):
 @torch.no_grad()
 def test_front__what_is_computed_again_and_what_is_kept_are_one_graph() -> None:
     """A function may return views, and what is kept are copies: Dynamo looks at what a view is of."""
-    model = Places().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mmqc")
-    with collect_records() as records:
-        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]], [[1, 6, 4], [1, 8, 6]]):
-            sizes = torch.tensor(grid)
-            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
-            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
-    assert len(records) == 1
+    assert (
+        graphs_of(Places().eval(), [[[1, 4, 6], [1, 4, 8]], [[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]], [[1, 6, 4], [1, 8, 6]]])
+        == 1
+    )
 
 
 class Turning(nn.Module):
@@ -197,15 +182,7 @@ class Turning(nn.Module):
 
 @torch.no_grad()
 def test_front__positions_in_floats_are_computed_in_front_where_no_weight_came_into_them() -> None:
-    model = Turning().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mmqc")
-    with collect_records() as records:
-        for grid in ([[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]):
-            sizes = torch.tensor(grid)
-            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes
-            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
-    assert len(records) == 1
+    assert graphs_of(Turning().eval(), [[[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]]) == 1
 
 
 class Merging(nn.Module):
@@ -243,15 +220,8 @@ class Outer(nn.Module):
 
 @torch.no_grad()
 def test_front__numbers_of_two_inputs_that_a_method_reckons_with_are_one_graph() -> None:
-    model = Outer().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mmqc")
-    with collect_records() as records:
-        for grid, merges in (([[1, 4, 6], [1, 4, 8]], [2, 2]), ([[1, 6, 9], [1, 8, 6]], [3, 2]), ([[1, 6, 4], [1, 12, 8]], [2, 4])):
-            sizes = torch.tensor(grid)
-            inputs = torch.arange(5)[None], torch.randn(int(sizes.prod(-1).sum()), 4), sizes, torch.tensor(merges)
-            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
-    assert len(records) == 1
+    grids = [[[1, 4, 6], [1, 4, 8]], [[1, 6, 9], [1, 8, 6]], [[1, 6, 4], [1, 12, 8]]]
+    assert graphs_of(Outer().eval(), grids, [[2, 2], [3, 2], [2, 4]]) == 1
 
 
 def rows_of(grid: Tensor) -> tuple[Tensor, ...]:
@@ -279,14 +249,9 @@ class ByImage(nn.Module):
 
 @torch.no_grad()
 def test_front__another_number_of_images_is_found_anew_where_what_was_found_does_not_fit() -> None:
-    model = ByImage().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="mmqc")
-    for images in (2, 1, 3, 2):
-        grid = torch.tensor([[1, 4, 6], [1, 2, 8], [1, 3, 3]])[:images]
-        for _ in range(2):
-            inputs = torch.arange(5)[None], torch.randn(int(grid.prod(-1).sum()), 4), grid
-            assert relative_error(compiled(*inputs), model(*inputs)) < SAME
+    grid = [[1, 4, 6], [1, 2, 8], [1, 3, 3]]
+    assert graphs_of(ByImage().eval(), [grid[:images] for images in (2, 2, 1, 1, 3, 3, 2, 2)]) == 4
+    assert graphs_of(ByImage().eval(), [grid, grid]) == 1
 
 
 def test_find__copies_the_cache_before_it_watches() -> None:

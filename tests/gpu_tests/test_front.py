@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from float64 import relative_error
-from models import tiny_qwen2_vl
+from models import Counting, tiny_qwen2_vl
 from torch import Tensor, nn
 
 import mmqc
@@ -22,26 +22,11 @@ FLIPS = 0.1  # of logits: rounded values on the edge between two codes, in model
 SAME = 1e-3  # products in float32 by TF32
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer, and in a tensor that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor, counters: list[Tensor]) -> Tensor:
-        """[B, 64], so many times x."""
-        self.calls += 1
-        counters[0].add_(1)
-        return self.linear(x) * self.calls
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_front__a_model_that_counts_its_calls_is_called_as_often_as_it_is_called(fullgraph: bool) -> None:
     torch._dynamo.reset()
-    model, counter = Counting().eval().cuda(), torch.zeros(1, device="cuda")
+    model, counter = Counting(64).eval().cuda(), torch.zeros(1, device="cuda")
     compiled = torch.compile(model, backend="mmqc", fullgraph=fullgraph)
     for calls, rows in enumerate((2, 2, 3, 17, 3), start=1):
         x = torch.randn(rows, 64, device="cuda")

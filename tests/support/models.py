@@ -1,7 +1,7 @@
 """Tiny models with random weights for the tests: transformers' own classes, no downloads, float32, eval mode."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, LlavaConfig, Mistral3Config, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 IMAGE, VIDEO, VISION_START, VISION_END = 500, 501, 502, 503
@@ -96,3 +96,18 @@ def tiny_pixtral(*, merging: bool = False) -> nn.Module:
         config(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1, **more)
     )
     return randomise(model.float().eval())
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and in a tensor that it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, counters: list[Tensor]) -> Tensor:
+        """[B, width], so many times x."""
+        self.calls += 1
+        counters[0].add_(1)
+        return self.linear(x) * self.calls
