@@ -78,5 +78,5 @@ def int_matmul(x: Tensor, w: Tensor) -> Tensor:
         return torch._int_mm(_row_major(x), _row_major(w).t())
     if device == "cuda":
         dm, dn, dk = cuda_padding(m, n, k)
-        return torch._int_mm(F.pad(x, (0, dk, 0, dm)), F.pad(w, (0, dk, 0, dn)).t())[:m, :n]
+        return torch._int_mm(_row_major(F.pad(x, (0, dk, 0, dm))), _row_major(F.pad(w, (0, dk, 0, dn))).t())[:m, :n]
     return (x.double() @ w.double().t()).to(torch.int32)

@@ -4,7 +4,7 @@ import offline
 import pytest
 import torch
 from poison import poisoned
-from tolerance import assert_close
+from tolerance import assert_close, few_differ
 
 from mmqc.ops.norm_quantize_per_token import reference
 
@@ -47,15 +47,13 @@ def ends(scale, offset, bits):
 
 
 def assert_like_op(x, norm, order, widths, bits, num_warps=None):
-    """The kernel's result, which may differ from the op's in one code of fifty, by one."""
+    """The kernel's result, which may differ from the op's in three codes of a hundred, by one."""
     plan = kernel.plan(x, norm, order, widths, bits, poisoned(x))
     if num_warps is not None:
         plan = plan._replace(launches=tuple(launch._replace(num_warps=num_warps) for launch in plan.launches))
     got, h = plan.run()
     q, s, o, want_h = reference(x, norm.residual, norm.gain, norm.bias, norm.eps, norm.round_first, order, widths, bits)
-    off = (got.q.int() - q.int()).abs()
-    assert off.max() <= 1
-    assert (off > 0).float().mean() <= 0.02
+    few_differ(got.q, q, 0.03)
     for actual, expected in zip(ends(got.scale, got.offset, bits), ends(s, o, bits), strict=True):
         assert_close(actual, expected, x.dtype)
     if norm.residual is not None:
