@@ -170,6 +170,22 @@ def scores(q_main, q_rest, k_main, k_rest, slot, s, REST: gl.constexpr):
 
 
 @gluon.jit
+def of_thread(p):
+    """Sums [64, 4] of the entries that each of a row's four threads has: they are added up at the end, not tile by tile."""
+    return gl.sum(gl.sum(p.reshape([64, p.shape[1] // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def rounded(p, dtype: gl.constexpr):
+    """p in 16 bits, here: left to the compiler, the conversions end up behind the wait for the products' turn, and lengthen it."""
+    if dtype == gl.bfloat16:
+        p = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.bfloat16, is_pure=False, pack=2)
+    else:
+        p = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [p], gl.float16, is_pure=False, pack=2)
+    return p
+
+
+@gluon.jit
 def running(s, m, total, factor, columns, high, MASKED: gl.constexpr):
     """(p, m, total, what to multiply the sums with): one more tile of scores of each row, by its greatest score until now."""
     if MASKED:
@@ -180,7 +196,8 @@ def running(s, m, total, factor, columns, high, MASKED: gl.constexpr):
     if MASKED:  # a row in front of the whole tile has LOWEST as its greatest, and what rounding makes of their difference is large
         p = gl.where(counts, p, 0.0)
     alpha = gl.exp2(m - m_new)
-    return p, m_new, total * alpha + gl.sum(p, axis=1), alpha
+    of_row: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    return p, m_new, total * gl.convert_layout(alpha, of_row)[:, None] + of_thread(p), alpha
 
 
 @gluon.jit
@@ -189,7 +206,7 @@ def shifted(s, m, total, factor, columns, high, MASKED: gl.constexpr):
     p = gl.exp2(s * factor - m[:, None])
     if MASKED:
         p = gl.where(columns[None, :] < high[:, None], p, 0.0)
-    return p, total + gl.sum(p, axis=1)
+    return p, total + of_thread(p)
 
 
 @gluon.jit
@@ -203,7 +220,7 @@ def softmax(
         o, o_rest = scale_rows(o, alpha), scale_rows(o_rest, alpha)
     else:
         p, total = shifted(s, m, total, factor, columns, high, MASKED)
-    return gl.convert_layout(p.to(dtype), P), o, o_rest, m, total
+    return gl.convert_layout(rounded(p, dtype), P), o, o_rest, m, total
 
 
 @gluon.jit
@@ -303,7 +320,7 @@ def attend_items(
                 clear(v_rest.index(slot), end - last)
             fence_async_shared()
         m = gl.max(gl.where(columns[None, :] < high[:, None], s, LOWEST), axis=1) * factor
-        total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, S))
+        total = of_thread(gl.zeros((64, KEYS), gl.float32, S))
         o = gl.zeros((64, MAIN), gl.float32, SUMS)
         o_rest = gl.zeros((64, REST if REST > 0 else 16), gl.float32, R)
         for i in range(0, gl.minimum(masked, count - 1)):
@@ -328,12 +345,13 @@ def attend_items(
         o, o_rest = add(o, o_rest, p, v_main, v_rest, slot, REST)
         o, o_rest, p = warpgroup_mma_wait(0, deps=(o, o_rest, p))
         mbarrier.arrive(v_empty.index(slot), count=1)
-        o, o_rest = scale_rows(o, 1 / total), scale_rows(o_rest, 1 / total)
+        whole = gl.convert_layout(gl.sum(total, axis=1), gl.SliceLayout(1, S))
+        o, o_rest = scale_rows(o, 1 / whole), scale_rows(o_rest, 1 / whole)
         write(o, y_ptr, row + 64 * which, end, head, stride_y, 0, D, MAIN)
         if REST > 0:
             write(o_rest, y_ptr, row + 64 * which, end, head, stride_y, MAIN, D, REST)
         if not RUNNING:
-            fits = (total < MOST) | (rows >= end)  # a NaN does not fit
+            fits = (whole < MOST) | (rows >= end)  # a NaN does not fit
             if gl.min(fits.to(gl.int32), axis=0) == 0:
                 gl.store(again_ptr + 2 * item + which, again)
                 again = item
