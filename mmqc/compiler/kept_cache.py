@@ -12,7 +12,6 @@ that it finds, so most calls should find the same.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from mmqc.kv.room import CHUNK, TIMES, room_for
 
 LEAST, SMALL = 2048, 1 << 29
 KEPT = 1 << 30
+
+OfLayers = int | tuple[int, ...]  # of all layers, or of each where they differ
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class KeptCaches:
         key = (*map(type, new.layers), batch, shape, dtype, device)
         least = 0
         if device.type == "cuda" and shape is not None:
-            bytes_each = 2 * len(new.layers) * batch * math.prod(shape) * dtype.itemsize
+            bytes_each = 2 * batch * entries(shape, len(new.layers)) * dtype.itemsize
             least = min(LEAST, SMALL // bytes_each // CHUNK * CHUNK)
         room, kept = room_for(max(tokens, least)), self.caches.get(key) if keep else None
         if kept is not None and tokens <= kept.room <= TIMES * room:
@@ -76,7 +77,8 @@ class KeptCaches:
         if keep:
             self.caches.pop(key, None)  # before its successor is allocated
         if shape is not None:
-            new.early_initialization(batch, *shape, dtype, device)
+            heads, width = (of if isinstance(of, int) else [*of] for of in shape)
+            new.early_initialization(batch, heads, width, dtype, device)
         if keep:
             self.caches[key] = Kept(new, room)
             self._forget()
@@ -95,12 +97,22 @@ def on_several_devices(model: Any) -> bool:
     return len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1
 
 
-def shape_of_all(model: Any) -> tuple[int, int] | None:
-    """(Heads, their width) of every layer's keys and values; None where they differ, or only a forward tells."""
+def shape_of_all(model: Any) -> tuple[OfLayers, OfLayers] | None:
+    """(Heads, their width) of keys and values; None where only a forward tells."""
     try:
-        return model._get_static_cache_init_shape()
-    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError, which older transformers lack: layers differ (Gemma 4)
+        shape = model._get_static_cache_init_shape()
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError of some versions: layers differ (Gemma 4)
         return None
+    if shape is None:
+        return None
+    heads, width = (tuple(of) if isinstance(of, list) else of for of in shape)
+    return heads, width
+
+
+def entries(shape: tuple[OfLayers, OfLayers], layers: int) -> int:
+    """Keys of one token, in all layers."""
+    heads, width = ((of,) * layers if isinstance(of, int) else of for of in shape)
+    return sum(h * w for h, w in zip(heads, width, strict=True))
 
 
 def longest(cache: Any) -> int:

@@ -33,6 +33,7 @@ class Rules(NamedTuple):
 
     rising: tuple[str, ...]  # one more everywhere: positions
     growing: tuple[str, ...]  # [..., n], then [..., n + 1] with a zero at the end: kinds of tokens
+    zeros: tuple[str, ...] = ()  # of the new token alone, made anew and zero again: its kind
 
 
 class _Steps:
@@ -143,20 +144,25 @@ def how_it_goes_on(last: Mapping[str, Any], made: Mapping[str, Any], known: set[
     """
     if last.keys() != made.keys():
         return None
-    rising, growing = [], []
+    of_one_shape, growing = [], []
     for name, value in made.items():
         before = last[name]
         if name == TOKENS or value is before or is_mask_of_loop(value):
             continue
         if isinstance(value, Tensor) and isinstance(before, Tensor) and value.dtype in (torch.int64, torch.int32):
-            (rising if value.shape == before.shape else growing).append(name)
+            (of_one_shape if value.shape == before.shape else growing).append(name)
         elif not (type(value) is type(before) and isinstance(value, int | float | str) and value == before):
             return None
-    rules = Rules(tuple(rising), tuple(growing))
-    if rules not in known:  # look at the values, which waits for the device
-        if not all(torch.equal(made[name], last[name] + 1) for name in rising):
-            return None
-        if not all(torch.equal(made[name], nn.functional.pad(last[name], (0, 1))) for name in growing):
-            return None
-        known.add(rules)
+    for rules in known:
+        if {*rules.rising, *rules.zeros} == {*of_one_shape} and {*rules.growing} == {*growing}:
+            return rules
+    # Not seen before: look at the values, which waits for the device.
+    zeros = [name for name in of_one_shape if not (made[name].any() or last[name].any())]
+    rising = [name for name in of_one_shape if name not in zeros]
+    if not all(torch.equal(made[name], last[name] + 1) for name in rising):
+        return None
+    if not all(torch.equal(made[name], nn.functional.pad(last[name], (0, 1))) for name in growing):
+        return None
+    rules = Rules(tuple(rising), tuple(growing), tuple(zeros))
+    known.add(rules)
     return rules

@@ -65,7 +65,11 @@ class _Loop:
 def is_mask_of_loop(value: Any) -> bool:
     """Whether ``value`` is what ``next_mask`` moves on."""
     loop = _loop.get()
-    return loop is not None and value is not None and value is loop.last and bool(loop.shown())
+    if loop is None or value is None or not loop.shown():
+        return False
+    if isinstance(value, dict) and isinstance(loop.last, dict):  # newer versions put the masks into a dict of their own
+        return value.keys() == loop.last.keys() and all(value[kind] is mask for kind, mask in loop.last.items())
+    return value is loop.last
 
 
 def next_mask() -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from mmqc.compiler import kept_cache
-from mmqc.compiler.kept_cache import KeptCaches, attends, check_lengths, has_memory, longest, tensors
+from mmqc.compiler.kept_cache import KeptCaches, attends, check_lengths, entries, has_memory, longest, shape_of_all, tensors
 from mmqc.kv.room import TIMES, room_for
 
 
@@ -72,6 +72,20 @@ def test_kept__memory_that_only_a_forward_tells_of(monkeypatch: pytest.MonkeyPat
         layer.lazy_initialization(*torch.ones(2, 1, 2, 0, 8 * (i + 1)))
     assert has_memory(ready(caches, model, 100))
     assert ready(caches, model, 100) is first
+
+
+def test_kept__heads_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer versions of transformers give lists where layers differ."""
+    (model, _), caches = tiny_qwen2_vl(), KeptCaches()
+    (heads, width), layers = model._get_static_cache_init_shape(), model.config.get_text_config(decoder=True).num_hidden_layers
+    widths = [width * (1 + i % 2) for i in range(layers)]
+    monkeypatch.setattr(model, "_get_static_cache_init_shape", lambda: (heads, widths))
+    assert shape_of_all(model) == (heads, tuple(widths))
+    assert entries((heads, tuple(widths)), layers) == heads * sum(widths)
+    assert entries((heads, width), layers) == layers * heads * width
+    cache = ready(caches, model, 100)
+    assert [layer.keys.shape[-1] for layer in cache.layers] == widths
+    assert ready(caches, model, 90) is cache
 
 
 def test_has_memory__of_linear_attention_is_a_state() -> None:

@@ -25,7 +25,8 @@ def qwen3() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
 
 def qwen2_5() -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     model, _ = qwen2_5_omni_thinker()
-    return model, lambda lengths: model.audio_tower._get_feat_extract_output_lengths(lengths)[1]
+    tower = next(m for name, m in model.named_modules() if name.endswith("audio_tower"))  # of the thinker or of what is in it
+    return model, lambda lengths: tower._get_feat_extract_output_lengths(lengths)[1]
 
 
 def heard(lengths: list[int], tokens: list[int]) -> Batch:

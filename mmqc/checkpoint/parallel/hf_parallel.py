@@ -98,7 +98,8 @@ def split(model: PreTrainedModel) -> dict[str, Split]:
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None or ranks_of(model) == 1:
         return {}
-    group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+    mesh = mesh if mesh.ndim == 1 else mesh["tp"]  # newer versions have an axis for each way of sharing
+    group = mesh.get_group()
     found: dict[str, Split] = {}
     for name, module in model.named_modules():
         style = _style(model, name)
@@ -153,12 +154,14 @@ def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, 
 
 
 def _size_static_caches(model: PreTrainedModel) -> None:
-    """Room for all heads where a plan gathers keys, as OLMo 2's, which norms them whole: transformers counts a rank's share."""
+    """Room for all heads where a plan gathers keys, as OLMo 2's, which norms them whole: older versions count a rank's share."""
     styles = {_style(model, name) for name, _ in model.named_modules() if name.endswith("k_proj")}
-    shape = model._get_static_cache_init_shape()  # type: ignore[operator]
-    if shape is not None and any(style in STYLES and STYLES[style][2] for style in styles):
-        heads, width = shape[0] * ranks_of(model), shape[1]
-        model.__dict__["_get_static_cache_init_shape"] = lambda: (heads, width)
+    shape, text = model._get_static_cache_init_shape(), model.config.get_text_config(decoder=True)  # type: ignore[operator]
+    if shape is None or not any(style in STYLES and STYLES[style][2] for style in styles):
+        return
+    (heads, width), whole = shape, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if isinstance(heads, int) and heads * ranks_of(model) == whole:
+        model.__dict__["_get_static_cache_init_shape"] = lambda: (whole, width)
 
 
 def _siblings(model: PreTrainedModel, name: str) -> list[tuple[str, nn.Module]]:
@@ -171,10 +174,12 @@ def is_split(model: nn.Module) -> bool:
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """The caller's, else the model's own."""
+    """The caller's, else the model's own; newer versions take a caller's rules beside the model's, or none for none."""
     asked: Any = getattr(model.config, "distributed_config", None)
-    given = getattr(asked, "tp_plan", None)
-    return given if isinstance(given, dict) else model.tp_plan or {}
+    given, own = getattr(asked, "tp_plan", None), model.tp_plan or {}
+    if not isinstance(given, dict):
+        return own
+    return own | given if given and hasattr(model, "_resolve_parallel_plans") else given
 
 
 def starred(name: str) -> str:
