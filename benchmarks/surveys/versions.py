@@ -78,6 +78,7 @@ it says "border", those of what touches other packages, listed below; `make matr
 `pyproject.toml` are the first and the last versions of this table. A private name of another package that a version keeps elsewhere
 is refused by name (`mmqc.versions.MovedError`); `mmqc doctor` says whether what is installed is in these bounds. A test that failed
 and was mended, or that a busy machine failed, is run again alone: the last column then has both commits.
+The border grows: a row of fewer tests is of what was listed at its commit.
 """
 
 
