@@ -8,13 +8,13 @@ import torch
 import mmqc
 from mmqc import recipes
 from mmqc.aot.exportable import relative_error
-from mmqc.config import Config
+from mmqc.config import QuantConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # two minutes each
 
 
 @pytest.mark.parametrize("config", [None, recipes.rtn(8)], ids=["float", "rtn"])
-def test_export__the_whole_forward(config: Config | None, tmp_path: Path) -> None:
+def test_export__the_whole_forward(config: QuantConfig | None, tmp_path: Path) -> None:
     sample = mmqc.samples.load("digits-vqa")
     model = sample.model.cuda()
     batches = [{name: tensor.cuda() for name, tensor in batch.items()} for batch in sample.calibration(4)]
