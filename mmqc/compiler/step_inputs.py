@@ -153,10 +153,10 @@ def how_it_goes_on(last: Mapping[str, Any], made: Mapping[str, Any], known: set[
             (of_one_shape if value.shape == before.shape else growing).append(name)
         elif not (type(value) is type(before) and isinstance(value, int | float | str) and value == before):
             return None
-    for rules in known:
-        if {*rules.rising, *rules.zeros} == {*of_one_shape} and {*rules.growing} == {*growing}:
-            return rules
-    # Not seen before: look at the values, which waits for the device.
+    seen = [r for r in known if {*r.rising, *r.zeros} == {*of_one_shape} and {*r.growing} == {*growing}]
+    if len(seen) == 1:
+        return seen[0]
+    # Not seen before, or in two ways: look at the values, which waits for the device.
     zeros = [name for name in of_one_shape if not (made[name].any() or last[name].any())]
     rising = [name for name in of_one_shape if name not in zeros]
     if not all(torch.equal(made[name], last[name] + 1) for name in rising):

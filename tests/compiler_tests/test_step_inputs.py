@@ -102,7 +102,9 @@ def test_step_inputs__a_new_tokens_kind_stays_zero() -> None:
     made = {"position_ids": torch.tensor([[4]]), "kinds": torch.zeros(1, 1, dtype=torch.long)}
     assert how_it_goes_on(last, made, known) == Rules(("position_ids",), (), ("kinds",))
     assert how_it_goes_on(made, last, known) is not None, "known"
-    assert how_it_goes_on(last, made | {"kinds": torch.ones(1, 1, dtype=torch.long)}, set()) is not None, "it rises"
+    other = made | {"kinds": torch.ones(1, 1, dtype=torch.long)}
+    assert how_it_goes_on(last, other, rising := set()) == Rules(("position_ids", "kinds"), ())
+    assert how_it_goes_on(last, made, known | rising) == Rules(("position_ids",), (), ("kinds",)), "of two ways, that of the values"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import re
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from mmqc.experts.modules import QuantExperts
@@ -129,22 +130,21 @@ def _share_memory(model: PreTrainedModel, found: dict[str, Split], group: Any) -
 
 
 def _gather_tied_head(model: PreTrainedModel, mesh: Any) -> None:
-    """A float head that shares an embedding's weight has a rank's rows of it where the plan names the embedding alone.
+    """A float head that shares an embedding's weight has as much of it as the embedding: outputs are gathered where that is a part.
 
-    transformers (5.17) hands it inputs that are no DTensors all the same, and torch refuses to multiply them.
+    transformers (5.17) hands it inputs that are no DTensors, and torch refuses to multiply them by one; 5.20 gathers what is whole.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
     tied = any(getattr(config, "tie_word_embeddings", False) for config in (model.config, model.config.get_text_config()))
-    if (
-        not tied
-        or type(head) is not nn.Linear
-        or "forward" in head.__dict__
-        or _plan(model).get(names.get(id(embedding), "")) != "embedding_rowwise"
-    ):
+    if not tied or type(head) is not nn.Linear:
         return
-    styles = find("transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES", needed="to share a tied head among ranks")
-    styles[HEAD].install_forward(head, mesh)
+    names, plan = {id(module): name for name, module in model.named_modules()}, _plan(model)
+    if plan.get(names.get(id(embedding), "")) == "embedding_rowwise":
+        if "forward" not in head.__dict__:
+            styles = find("transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES", needed="to share a tied head among ranks")
+            styles[HEAD].install_forward(head, mesh)
+    elif plan.get(names[id(head)]) == HEAD and not isinstance(head.weight, DTensor):
+        head.__dict__.pop("forward", None)
 
 
 def _cut_heads(model: PreTrainedModel, name: str, module: nn.Module, rank: int, ranks: int) -> None:
