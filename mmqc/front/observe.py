@@ -160,16 +160,19 @@ class _Watch(TorchFunctionMode):
 
 
 def shape_of_floats(value: Any) -> Any:
-    """Containers copied (functions pop from their keyword arguments), float tensors in them on the meta device."""
+    """Containers copied (functions pop from their keyword arguments), float tensors in them on the meta device.
+
+    Their items are listed first: a table that a function was given may grow in another thread meanwhile.
+    """
     if isinstance(value, Tensor) and value.is_floating_point():
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if type(value) is dict:
-        return {k: shape_of_floats(v) for k, v in value.items()}
+        return {k: shape_of_floats(v) for k, v in [*value.items()]}
     if type(value) in (list, tuple):
-        return type(value)(shape_of_floats(v) for v in value)
+        return type(value)(shape_of_floats(v) for v in [*value])
     if isinstance(value, Mapping) and not isinstance(value, type):  # a ModelOutput
         try:
-            return {k: shape_of_floats(v) for k, v in value.items()} if value else value
+            return {k: shape_of_floats(v) for k, v in [*value.items()]} if value else value
         except AttributeError:  # half made: it is in its own ``__init__``
             return value
     return value

@@ -86,9 +86,9 @@ class Provenance:
                 raise LookupError
             return recipe
         if type(value) is dict:
-            return {key: self.recipe(item) for key, item in value.items()}
+            return {key: self.recipe(item) for key, item in [*value.items()]}
         if type(value) in (tuple, list):
-            return type(value)(self.recipe(item) for item in value)
+            return type(value)(self.recipe(item) for item in [*value])
         if isinstance(value, nn.Module) or any(True for _ in tensors_in(value)):
             raise LookupError
         return value
@@ -147,7 +147,7 @@ class Provenance:
             if not value.is_inference() and value.numel() <= self.largest and self.of(value) is None:
                 self.known[id(value)] = value, value._version, recipe
         elif isinstance(value, dict) or (isinstance(value, tuple) and (isinstance(recipe, Returned) or type(value) is not tuple)):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            for key, item in [*value.items()] if isinstance(value, dict) else [*enumerate(value)]:
                 self._keep(item, Part(recipe, key))
 
 
@@ -158,7 +158,7 @@ def whole_numbers(value: Any) -> Iterator[int]:
     elif isinstance(value, slice):
         yield from whole_numbers((value.start, value.stop, value.step))
     elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in [*(value.values() if isinstance(value, dict) else value)]:
             yield from whole_numbers(item)
 
 
@@ -227,14 +227,14 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], inputs: Map
 
 
 def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Tensors in nested containers, and in plain objects such as caches."""
+    """Tensors in nested containers, and in plain objects such as caches; listed first, for another thread may change them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for item in [*value.values()]:
             yield from tensors_in(item, depth)
     elif isinstance(value, (list, tuple, set)):
-        for item in value:
+        for item in [*value]:
             yield from tensors_in(item, depth)
     elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         yield from tensors_in(vars(value), depth - 1)

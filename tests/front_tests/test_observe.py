@@ -87,6 +87,23 @@ def test_observe__a_mapping_that_is_being_made() -> None:
     assert len(found.reads) == 1
 
 
+def test_observe__a_table_that_grows_while_it_is_looked_at() -> None:
+    class Grows(UserDict[str, int]):
+        def items(self) -> Any:
+            table["another"] = 1
+            return super().items()
+
+    table: dict[str, Any] = {"first": Grows(a=1), "second": 2}
+
+    def uses(table: dict[str, Any]) -> int:
+        return len(table)
+
+    observed = observe(lambda: uses(table), frozenset(), {})
+    assert "another" in table and observed.output == 3
+    (call,) = (call for call in observed.calls if call.code.co_name == "uses")
+    assert call.arguments["table"] == {"first": {"a": 1}, "second": 2}  # as it was given
+
+
 def test_is_read__sizes_that_depend_on_values() -> None:
     mask = IDS > 2
     assert is_read("__getitem__", (IDS, mask), {})
