@@ -15,6 +15,7 @@ write into the tensors that they are given.  Positions, sequence ends and window
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ WHOLE = "model"
 PROGRAMS = (WHOLE, "vision", "prefill", "decode")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-4}  # of a package: other kernels, the same sums
 ROUNDED = 3e-2  # of half precision, and of quantized models: a code on the other side of a tie
+MOVES, MOST = 2, 0.5  # of what a quantized model's own logits move by (aot/sensitivity.py); beyond, nothing would be compared
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
@@ -214,14 +216,17 @@ class _Job:
         from mmqc.lowering import package
 
         files = {}
+        on_cpu = all(p.device.type == "cpu" for p in self.model.parameters())
         for name, program in self.programs.items():
             foreign = package.python_ops(program)
             if foreign:
                 raise ExportError([f"{name}: these ops are Python on this device: {', '.join(foreign)}"])
+            if not on_cpu and (slow := package.in_float64(program)):
+                logger.warning("%s: %d linears with scales of groups are multiplied in float64, many times slower", name, slow)
             self.say(f"{name}: compiling")
             try:
                 metadata = {**described(program), **self._cache(name)}
-                files[name] = package.compile_program(program, as_eager=rounds(program), metadata=metadata)
+                files[name] = package.compile_program(program, as_eager=on_cpu and rounds(program), metadata=metadata)
             except RuntimeError as error:
                 raise ExportError([f"{name}: {error}"]) from error
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +251,7 @@ class _Job:
                 error = relative_error(loaded[WHOLE](**batch), Whole(self.model)(**batch))
                 self.say(f"forward: relative error {error:.1e}")
                 if not error <= self.bound:
-                    raise ExportError([f"the package's logits differ from the model's by {error:.1e}"])
+                    raise ExportError([f"the package's logits differ from the model's by {error:.1e}, more than {self.bound:.1e}"])
             if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
                 self.say(f"prefill, decode: relative error {self.split.check(loaded, batch, self.bound):.1e}")
 
@@ -257,7 +262,18 @@ class _Job:
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
-        return ROUNDED if quantized else EXACT.get(dtype, ROUNDED)
+        return max(ROUNDED, min(MOST, MOVES * self.moved)) if quantized else EXACT.get(dtype, ROUNDED)
+
+    @functools.cached_property
+    def moved(self) -> float:
+        """By how much the model's own logits move where its inputs move by a rounding error."""
+        from mmqc.aot.programs import Whole
+        from mmqc.aot.sensitivity import moved
+
+        found = moved(Whole(self.model), self.batches[0])
+        if MOVES * found > ROUNDED:
+            self.say(f"inputs moved by a rounding error move the model's own logits by {found:.1e}: compared within twice that")
+        return found
 
 
 def _padded_left(batch: Batch) -> bool:

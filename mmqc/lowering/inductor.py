@@ -8,7 +8,6 @@ Tested with torch 2.11 to 2.15.  The other files of this package import from her
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -40,7 +39,6 @@ from torch._inductor.ir import (
     NoneLayout,
     Pointwise,
     Reduction,
-    ReinterpretView,
     TensorBox,
     TMADescriptor,
     UserDefinedTritonKernel,
@@ -64,6 +62,7 @@ from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
 from mmqc.lowering import early_compiler
+from mmqc.lowering.cpp_descriptors import described, descriptors_in_cpp
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.joined_cpp import joined_kernels
 from mmqc.lowering.kernel_options import with_options
@@ -195,6 +194,7 @@ def compile_graph(
         plain_strides(),
         slices_of_views(),
         written_slices(),
+        descriptors_in_cpp(),
         renamed_again(),
         tagged(),
         trusted_transforms(known),
@@ -220,7 +220,8 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -
     """Ahead-of-time compilation of an exported program's module: the files of a package."""
     known = known_transforms(module, ())  # its factors are buffers
     tag = compiler_config.cache_key_tag
-    with decompositions_changed(), compiler_config.patch(cache_key_tag=tag + _TAG), trusted_transforms(known):
+    tagged = compiler_config.patch(cache_key_tag=tag + _TAG)
+    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp():
         return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
 
 
@@ -323,37 +324,6 @@ def has_kernel(x: TensorBox) -> bool:
     return x.get_device_or_error().type == "cuda" and kernels.install()
 
 
-class _WholeBuffer(ReinterpretView):
-    """A buffer in another shape or dtype whose reference in a C++ wrapper is the buffer's name: the address is the same.
-
-    Inductor (torch 2.11 to 2.13) writes what a tensor descriptor describes twice there, into the C++ code and into the Python
-    block that compiles the kernels.  A view's reference is C++; the name means something in both, for that block makes a tensor
-    of this name with the sizes of the view.
-    """
-
-    def codegen_reference(self, writer: Any = None) -> str:
-        return self.get_name() if V.graph.cpp_wrapper else super().codegen_reference(writer)
-
-
-def _described(tensor: Any) -> Any:
-    """What a tensor descriptor may be made of in the graph's wrapper: ``tensor``, or the same in a buffer of its own."""
-    if not V.graph.cpp_wrapper or not isinstance(tensor, ReinterpretView):
-        return tensor
-    made = V.graph.__dict__.setdefault("_mmqc_described", {})
-    if id(tensor) not in made:
-        made[id(tensor)] = tensor, _whole(tensor)  # with the key's owner, so that its id stays its own
-    return made[id(tensor)][1]
-
-
-def _whole(view: Any) -> Any:
-    bytes_of = [math.prod(t.get_size()) * t.get_dtype().itemsize for t in (view, view.data)]
-    same = V.graph.sizevars.statically_known_equals
-    if same(view.get_layout().offset, 0) and same(*bytes_of):
-        return _WholeBuffer(data=view.data, layout=view.get_layout())
-    copy: Any = ExternKernel.copy_input(TensorBox(view))
-    return InputsKernel.unwrap_storage_for_input(copy)
-
-
 class _KnownLaunch(UserDefinedTritonKernel):
     """A Triton kernel that says what it writes: Inductor's own class compiles the kernel once a launch to find that out."""
 
@@ -365,7 +335,7 @@ class _KnownLaunch(UserDefinedTritonKernel):
             if isinstance(value, IRNode):
                 value = InputsKernel.unwrap_storage_for_input(self.realize_input(value))
                 if name in descriptors:
-                    value = TMADescriptor.create(_described(value), ("stable", (descriptors[name],)))
+                    value = TMADescriptor.create(described(value), ("stable", (descriptors[name],)))
                 inputs.append(value)
             kwargs[name] = value
         constants = tuple(v for v in kwargs.values() if not isinstance(v, IRNode))

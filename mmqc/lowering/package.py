@@ -2,7 +2,8 @@
 
     compile_program(program)  ->  files          write_package(path, {name: files})          load_program(path, name)
 
-A program that rounds activations must round where the model does (``as_eager``, torch_kernels.py).
+On a CPU a program that rounds activations must round where the model does (``as_eager``, torch_kernels.py); on CUDA matmuls add up
+in another order in any case.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def _foreign(program: ExportedProgram) -> set[Any]:
     ops = {n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     code = {op for op in inductor.lowerings if op not in inductor.fallbacks} | set(inductor.decompositions)
     return {op for op in ops if op.namespace not in TORCH and op not in code}
+
+
+def in_float64(program: ExportedProgram) -> int:
+    """Linears that a package for a GPU multiplies in float64: of scales of groups, whose kernel only Python launches."""
+    ops = [n for n in program.graph.nodes if str(n.target) == "mmqc.scaled_matmul.default"]
+    return sum(bool(n.args[9:10] and n.args[9]) for n in ops)
 
 
 def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str]) -> list[Any]:

@@ -4,7 +4,7 @@
 
 Why:     a graph that rounds activations must round where the model does: a sum in another order moves a value across a tie now
          and then, its code is another one, and what stands behind it differs by a step.
-Where:   packages, and what is compiled for the CPU (docs/explanation/numerics.md has its cost).  On CUDA norms, activations and
+Where:   what is compiled or packed for the CPU (docs/explanation/numerics.md has its cost).  On CUDA norms, activations and
          quantization are kernels of ours, or fused code whose time counts.
 """
 

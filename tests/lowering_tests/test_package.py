@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import mmqc
+from mmqc import recipes
+from mmqc.lowering.package import in_float64
 
 PROGRAM = """if True:
     import sys, torch
@@ -41,3 +47,11 @@ def test_compile_program__compiler_that_links_its_cpp_library_statically(how, tm
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "linear.pt2")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("config", "count"), [(recipes.integer_scale(group_size=8), 1), (recipes.mquant(4), 0)])
+def test_in_float64__linears_with_scales_of_groups(config: mmqc.QuantConfig, count: int) -> None:
+    x = torch.randn(4, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()  # the last one is the head
+    mmqc.quantize_(model, config, calibration=[{"input": x}], progress=False)
+    assert in_float64(torch.export.export(model, (x,))) == count

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mmqc.lowering.unbacked import renamed_again
+from mmqc.versions import numbers
 
 
 def cut(x: Tensor, lengths: Tensor) -> Tensor:
@@ -51,8 +52,9 @@ def test_renamed_again__a_size_that_equals_another() -> None:
     env = ShapeEnv()
     old, equal, new = (env.create_unbacked_symint().node._expr for _ in range(3))
     env._set_replacement(old, equal, "as a check of the model's does")
-    with pytest.raises(AssertionError, match="->"):
-        env._rename_unbacked_to(old, new)
+    if numbers(torch.__version__) < (2, 14):  # later ones do it themselves
+        with pytest.raises(AssertionError, match="->"):
+            env._rename_unbacked_to(old, new)
     with renamed_again():
         env._rename_unbacked_to(old, new)
     assert env.replace(new) == env.replace(old) == equal

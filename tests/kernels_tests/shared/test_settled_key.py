@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from mmqc.kernels.shared import settled_key
 from mmqc.kernels.shared.settled_key import settle
+from mmqc.versions import numbers
 
 LIMIT = tl.constexpr(3.0)
 helper: Any = None
@@ -55,6 +57,7 @@ def test_settle__a_thread_waits_for_one_that_settles_the_same_helpers():
     assert kernel.cache_key == made(True, True)
 
 
+@pytest.mark.skipif(numbers(triton.__version__) >= (3, 8), reason="Triton 3.8 settles its keys itself")
 def test_settle__triton_still_needs_it():
-    """Where this fails Triton's keys are settled by themselves, and ``settle`` can go."""
+    """Where this fails Triton's keys are settled by themselves, and ``settle`` can go with the versions before."""
     assert made(True, False) != made(False, False)

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue  # noqa: E402
 from mmqc.kernels.matmul.linears import Linear  # noqa: E402
 from mmqc.kernels.shared.row_scale import row_scale  # noqa: E402
+from mmqc.versions import installed, numbers  # noqa: E402
 
 M, N, K = 700, 272, 288
 
@@ -33,6 +34,8 @@ MADE = {
     "one consumer": lambda: launch(torch.bfloat16, block_m=128, num_warps=8),
 }
 
+SPILLED = 256 if numbers(installed("triton") or "") < (3, 8) else 512  # bytes of a cut round, by the assembler of each
+
 
 def made(what: str, parts: Any = 4):
     """A launch whose last tiles so many programs share, for offline.py."""
@@ -49,7 +52,7 @@ def test_launch__gives_the_kernel_its_arguments(what):
 def test_kernel__keeps_its_sums_in_registers_but_for_a_cut_round(what, parts):
     told, shared = offline.compiled("test_pingpong_gated", what, parts)
     assert "serialized" not in told, told
-    assert offline.spilled(told) <= (0 if parts == 1 else 256), told
+    assert offline.spilled(told) <= (0 if parts == 1 else SPILLED), told
     assert shared <= 232_448
 
 

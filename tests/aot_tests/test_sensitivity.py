@@ -1,0 +1,49 @@
+"""By how much a model's logits move where its inputs do by a rounding error."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmqc.aot.sensitivity import DRAWS, moved
+
+X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_moved__a_sum_moves_by_a_rounding_error() -> None:
+    assert 0 < moved(lambda x: x.sum(1), {"x": X}) < 1e-4
+
+
+def test_moved__a_tie_moves_by_a_step() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        return torch.round(x / x.detach().new_tensor(2.0))  # 1, 3, 5, ... lie between two codes
+
+    odd = 1.0 + 2 * torch.arange(40.0)
+    assert moved(rounded, {"x": odd}) > 1e-2
+    assert moved(rounded, {"x": odd + 0.5}) == 0
+
+
+def test_moved__is_the_same_every_time_and_changes_nothing() -> None:
+    given, state = X.clone(), torch.get_rng_state()
+    first = moved(lambda x: x.tanh(), {"x": given})
+    assert moved(lambda x: x.tanh(), {"x": given}) == first
+    assert torch.equal(given, X)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_moved__without_floats() -> None:
+    assert moved(lambda ids: ids.float(), {"ids": torch.arange(4)}) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_moved__in_the_type_of_the_inputs(dtype: torch.dtype) -> None:
+    seen: list[Any] = []
+
+    def keep(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    assert moved(keep, {"x": X.to(dtype)}) > 0
+    assert {x.dtype for x in seen} == {dtype}
+    assert len(seen) == DRAWS + 1
