@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import mmqc
+from mmqc import recipes
+from mmqc.aot.programs import Whole
 from mmqc.aot.sensitivity import DRAWS, moved
+from mmqc.export import ROUNDED
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 
@@ -47,3 +51,11 @@ def test_moved__in_the_type_of_the_inputs(dtype: torch.dtype) -> None:
     assert moved(keep, {"x": X.to(dtype)}) > 0
     assert {x.dtype for x in seen} == {dtype}
     assert len(seen) == DRAWS + 1
+
+
+@pytest.mark.parametrize(("bits", "moves"), [(8, False), (4, True)])
+def test_moved__four_bits_of_activations_move_by_more_than_a_code(bits: int, moves: bool) -> None:
+    sample = mmqc.samples.load("digits-vqa")
+    batches = sample.calibration(2)
+    mmqc.quantize_(sample.model, recipes.per_token(4, bits, solver="rtn"), calibration=batches, progress=False)
+    assert (moved(Whole(sample.model), batches[0]) > ROUNDED) == moves
