@@ -22,13 +22,13 @@ FLOAT32 = 2e-6  # of ε: a long sum's error; of types with less it is one unit o
 
 @torch.no_grad()
 def moved(logits: Callable[..., Tensor], batch: Mapping[str, Tensor]) -> float:
-    """The largest relative movement over ``DRAWS`` draws, which are the same every time; 0 where no input is a float.
+    """The largest relative movement over ``DRAWS`` draws, which are the same every time; 0 where no input but a mask is a float.
 
     Args:
         logits: takes the batch by keyword.
         batch: its tensors are not changed.
     """
-    floats = {name: x for name, x in batch.items() if x.is_floating_point()}
+    floats = {name: x for name, x in batch.items() if x.is_floating_point() and "mask" not in name}
     if not floats:
         return 0.0
     generator, expected = torch.Generator().manual_seed(0), logits(**batch)

@@ -36,8 +36,9 @@ def test_moved__is_the_same_every_time_and_changes_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_moved__without_floats() -> None:
-    assert moved(lambda ids: ids.float(), {"ids": torch.arange(4)}) == 0
+def test_moved__without_floats_that_may_move() -> None:
+    given = {"ids": torch.arange(4), "attention_mask": torch.ones(4)}
+    assert moved(lambda ids, attention_mask: ids * attention_mask, given) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
