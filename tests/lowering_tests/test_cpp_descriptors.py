@@ -77,18 +77,12 @@ def lines_of(size: list[object], stride: list[object]) -> list[str]:
 def test_descriptors_in_cpp__a_quotient_of_a_size() -> None:
     lines = lines_of([FloorDiv(PATCHES, Integer(4)), Integer(1024)], [Integer(1024), Integer(1)])
     assert not any("//" in line for line in lines)
-    (rows,) = (line for line in lines if "global_shape[0]" in line and "=" in line)
+    (rows,) = (line for line in lines if line.startswith("buf0.global_shape[0] = "))
     assert "div_floor_integer" in rows
     assert "s0" in rows
     assert {"buf0.global_shape[1] = 1024;", "buf0.strides[0] = 1024;"} <= set(lines)
 
 
 def test_descriptors_in_cpp__what_is_a_name_or_a_number_stays() -> None:
-    assert lines_of([PATCHES, Integer(64)], [Integer(64), Integer(1)])[1:7] == [
-        "buf0.block_shape[0] = 64;",
-        "buf0.block_shape[1] = 128;",
-        "buf0.global_shape[0] = s0;",
-        "buf0.global_shape[1] = 64;",
-        "buf0.strides[0] = 64;",
-        "buf0.strides[1] = 1;",
-    ]
+    lines = lines_of([PATCHES, Integer(64)], [Integer(64), Integer(1)])
+    assert {"buf0.block_shape[0] = 64;", "buf0.global_shape[0] = s0;", "buf0.strides[1] = 1;"} <= set(lines)
