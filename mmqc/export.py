@@ -216,17 +216,16 @@ class _Job:
         from mmqc.lowering import package
 
         files = {}
-        on_cpu = all(p.device.type == "cpu" for p in self.model.parameters())
         for name, program in self.programs.items():
             foreign = package.python_ops(program)
             if foreign:
                 raise ExportError([f"{name}: these ops are Python on this device: {', '.join(foreign)}"])
-            if not on_cpu and (slow := package.in_float64(program)):
+            if not self.on_cpu and (slow := package.in_float64(program)):
                 logger.warning("%s: %d linears with scales of groups are multiplied in float64, many times slower", name, slow)
             self.say(f"{name}: compiling")
             try:
                 metadata = {**described(program), **self._cache(name)}
-                files[name] = package.compile_program(program, as_eager=on_cpu and rounds(program), metadata=metadata)
+                files[name] = package.compile_program(program, as_eager=self.on_cpu and rounds(program), metadata=metadata)
             except RuntimeError as error:
                 raise ExportError([f"{name}: {error}"]) from error
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -262,18 +261,26 @@ class _Job:
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
-        return max(ROUNDED, min(MOST, MOVES * self.moved)) if quantized else EXACT.get(dtype, ROUNDED)
+        if not quantized:
+            return EXACT.get(dtype, ROUNDED)
+        return ROUNDED if self.on_cpu else self.beside_itself
 
     @functools.cached_property
-    def moved(self) -> float:
-        """By how much the model's own logits move where its inputs move by a rounding error."""
+    def on_cpu(self) -> bool:
+        """Whether a package of the model adds up as the model does."""
+        return all(p.device.type == "cpu" for p in self.model.parameters())
+
+    @functools.cached_property
+    def beside_itself(self) -> float:
+        """``ROUNDED``, or more where rounding errors of the inputs move the model's own logits by more."""
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import moved
 
         found = moved(Whole(self.model), self.batches[0])
-        if MOVES * found > ROUNDED:
-            self.say(f"inputs moved by a rounding error move the model's own logits by {found:.1e}: compared within twice that")
-        return found
+        bound = max(ROUNDED, min(MOST, MOVES * found))
+        if bound > ROUNDED:
+            self.say(f"inputs moved by a rounding error move the model's own logits by {found:.1e}: compared within {bound:.1e}")
+        return bound
 
 
 def _padded_left(batch: Batch) -> bool:

@@ -2,8 +2,8 @@
 
     moved(model, batch)  =  max over draws of |f(x (1 + ε)) - f(x)| / |f(x)|        ε normal, some units of the last place
 
-A model that rounds activations moves by steps: in 8 bits a code on the other side of a tie is 1 % of the logits, in 4 bits it may
-be 30 %, of the shipped sample.  A package whose sums are in another order cannot be nearer to the model than that.
+A model that rounds activations moves by steps: in 4 bits a code on the other side of a tie may be tens of percent of the logits
+(docs/explanation/export.md).  A package whose sums are in another order cannot be nearer to the model than that.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import mmqc
 from mmqc import recipes
 from mmqc.aot.programs import Whole
 from mmqc.aot.sensitivity import DRAWS, moved
-from mmqc.export import ROUNDED
+from mmqc.export import ROUNDED, _Job
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 
@@ -21,7 +21,7 @@ def test_moved__a_sum_moves_by_a_rounding_error() -> None:
 
 def test_moved__a_tie_moves_by_a_step() -> None:
     def rounded(x: Tensor) -> Tensor:
-        return torch.round(x / x.detach().new_tensor(2.0))  # 1, 3, 5, ... lie between two codes
+        return torch.round(x / 2)  # 1, 3, 5, ... lie between two codes
 
     odd = 1.0 + 2 * torch.arange(40.0)
     assert moved(rounded, {"x": odd}) > 1e-2
@@ -60,3 +60,7 @@ def test_moved__four_bits_of_activations_move_by_more_than_a_code(bits: int, mov
     batches = sample.calibration(2)
     mmqc.quantize_(sample.model, recipes.per_token(4, bits, solver="rtn"), calibration=batches, progress=False)
     assert (moved(Whole(sample.model), batches[0]) > ROUNDED) == moves
+    job = _Job(sample.model, batches, None, print)
+    assert job.bound == ROUNDED  # a package for a CPU adds up as the model does
+    job.on_cpu = False
+    assert (job.bound > ROUNDED) == moves
