@@ -150,7 +150,7 @@ class _Job:
         if not usable:
             raise ValueError("prefill takes rows that are padded on the left, as generate does: pass such a batch")
         for batch in usable:
-            self.split.check(self.split.modules(), batch, self.bound)
+            self.split.check(self.split.modules(), batch, self.bound_of_a_token)
         inputs = [self.split.batches(batch) for batch in usable]
         spares = [self.split.batches(batch) for batch in self._known(spare)]
         found = {}
@@ -159,7 +159,7 @@ class _Job:
                 self.say(f"{name}: tracing")
                 found[name] = self._export(module, [i[name] for i in inputs], [s[name] for s in spares], shapes=None)
         if set(found) == set(self.split.modules()):
-            self.split.check({name: program.module() for name, program in found.items()}, usable[0], self.bound)
+            self.split.check({name: program.module() for name, program in found.items()}, usable[0], self.bound_of_a_token)
         return found
 
     def _export(
@@ -252,18 +252,29 @@ class _Job:
                 if not error <= self.bound:
                     raise ExportError([f"the package's logits differ from the model's by {error:.1e}, more than {self.bound:.1e}"])
             if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
-                self.say(f"prefill, decode: relative error {self.split.check(loaded, batch, self.bound):.1e}")
+                error = self.split.check(loaded, batch, self.bound_of_a_token)
+                self.say(f"prefill, decode: relative error {error:.1e}")
 
     @property
     def bound(self) -> float:
-        """The largest relative error of logits."""
+        """The largest relative error of a batch's logits."""
+        return self._bound if self._bound is not None else self.beside_itself
+
+    @property
+    def bound_of_a_token(self) -> float:
+        """The largest relative error of a token's logits, which is what prefill and decode return."""
+        return self._bound if self._bound is not None else self.token_beside_itself
+
+    @property
+    def _bound(self) -> float | None:
+        """None: as far as the model's own logits move."""
         from mmqc.aot.exportable import rounds
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
         if not quantized:
             return EXACT.get(dtype, ROUNDED)
-        return ROUNDED if self.on_cpu else self.beside_itself
+        return ROUNDED if self.on_cpu else None
 
     @functools.cached_property
     def on_cpu(self) -> bool:
@@ -276,10 +287,22 @@ class _Job:
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import moved
 
-        found = moved(Whole(self.model), self.batches[0])
+        return self._twice(moved(Whole(self.model), self.batches[0]), "logits")
+
+    @functools.cached_property
+    def token_beside_itself(self) -> float:
+        """The same of the token that moves the most."""
+        from mmqc.aot.programs import Whole
+        from mmqc.aot.sensitivity import moved_row
+
+        whole = Whole(self.model)
+        tokens = lambda **batch: whole(**batch)[batch["attention_mask"].bool()]  # noqa: E731  (padding is nobody's)
+        return self._twice(moved_row(tokens, self.batches[0]), "logits of a token")
+
+    def _twice(self, found: float, of: str) -> float:
         bound = max(ROUNDED, min(MOST, MOVES * found))
         if bound > ROUNDED:
-            self.say(f"inputs moved by a rounding error move the model's own logits by {found:.1e}: compared within {bound:.1e}")
+            self.say(f"inputs moved by a rounding error move the model's own {of} by {found:.1e}: compared within {bound:.1e}")
         return bound
 
 

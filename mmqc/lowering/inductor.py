@@ -62,6 +62,7 @@ from torch.utils._sympy import functions as _sympy
 
 from mmqc import kernels
 from mmqc.lowering import early_compiler
+from mmqc.lowering.cpp_arrays import declared_arrays
 from mmqc.lowering.cpp_descriptors import described, descriptors_in_cpp
 from mmqc.lowering.early_kernels import can_start_early, early_definitions, starting_early, starts_early
 from mmqc.lowering.joined_cpp import joined_kernels
@@ -195,6 +196,7 @@ def compile_graph(
         slices_of_views(),
         written_slices(),
         descriptors_in_cpp(),
+        declared_arrays(),
         renamed_again(),
         tagged(),
         trusted_transforms(known),
@@ -221,7 +223,7 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -
     known = known_transforms(module, ())  # its factors are buffers
     tag = compiler_config.cache_key_tag
     tagged = compiler_config.patch(cache_key_tag=tag + _TAG)
-    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp():
+    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays():
         return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
 
 

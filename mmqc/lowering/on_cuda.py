@@ -1,6 +1,7 @@
 """The ops on CUDA as launches in the generated code: those of the kernels' plans, for each regime of rows.
 
     scaled            scaled_matmul(s)
+    scaled_by_group   the same with scales of groups, in packages
     with_epilogue     scaled_matmul_epilogue
     weight_only       weight_only_matmul(s)
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mmqc.kernels.matmul import group_scaled_matmul as group_kernel
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
@@ -106,6 +108,32 @@ def scaled(
         emit_all(launches, m, planned, runs)
     if up_to is not None:
         by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows, up_to)  # type: ignore[arg-type]
+    return _shaped(linears, rows)
+
+
+def scaled_by_group(
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    x_scale: TensorBox,
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    visual: TensorBox | None,
+    out_dtype: torch.dtype,
+    group_scale: Sequence[TensorBox | None],
+    group_size: int,
+) -> list[TensorBox]:
+    """``scaled_matmuls`` with scales of groups of ``group_size``: ``w_scale`` [N, K/g], or integers in ``group_scale``."""
+    rows = list(x_q.get_size()[:-1])
+    x = Operand.matrix(x_q)
+    m, scales = x.shape[0], row_scale(x_scale, visual, rows)
+    plain = _linears(m, w_q, w_scale, bias, out_dtype)
+    groups: list[Any] = [None if t is None else Operand(t) for t in group_scale]
+    linears = [linear._replace(group_scale=t) for linear, t in zip(plain, groups, strict=True)]
+    for planned, runs in regimes(m):
+        given: Any = x.of(planned)
+        products = group_kernel.plan(given, linears, group_size, matmul_caller(m, runs))
+        launches = group_kernel.launches(given, linears, scales, group_size, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
+        emit_all(launches, m, planned, runs)
     return _shaped(linears, rows)
 
 

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 from mmqc.graph.environment import environment
 from mmqc.lowering import inductor
+from mmqc.lowering.scaled_matmul import why_no_kernel
 from mmqc.lowering.torch_kernels import torch_kernels
 from mmqc.ops import kv_attention, kv_pack
 
@@ -62,9 +63,9 @@ def _foreign(program: ExportedProgram) -> set[Any]:
 
 
 def in_float64(program: ExportedProgram) -> int:
-    """Linears that a package for a GPU multiplies in float64: of scales of groups, whose kernel only Python launches."""
-    ops = [n for n in program.graph.nodes if str(n.target) == "mmqc.scaled_matmul.default"]
-    return sum(bool(n.args[9:10] and n.args[9]) for n in ops)
+    """Linears with scales of groups that no kernel takes, and that a package for a GPU therefore multiplies in float64."""
+    ops = [n for n in program.graph.nodes if str(n.target) == "mmqc.scaled_matmul.default" and n.args[9:10] and n.args[9]]
+    return sum(why_no_kernel(n) is not None for n in ops)
 
 
 def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str]) -> list[Any]:

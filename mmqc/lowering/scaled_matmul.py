@@ -163,6 +163,9 @@ def lower_scaled_matmul(
     if takes_kernel(x_q) and not for_package():
         op = torch.ops.mmqc.scaled_matmul.default
         return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
+    if takes_kernel(x_q) and group_size:
+        linear = [w_q], x_scale, [w_scale], [bias], visual, out_dtype, [group_scale], group_size
+        return on_cuda().scaled_by_group(x_q, *linear)[0]
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]

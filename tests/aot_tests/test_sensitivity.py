@@ -9,8 +9,8 @@ from torch import Tensor
 import mmqc
 from mmqc import recipes
 from mmqc.aot.programs import Whole
-from mmqc.aot.sensitivity import DRAWS, moved
-from mmqc.export import ROUNDED, _Job
+from mmqc.aot.sensitivity import DRAWS, moved, moved_row
+from mmqc.export import MOST, ROUNDED, _Job
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 
@@ -26,6 +26,16 @@ def test_moved__a_tie_moves_by_a_step() -> None:
     odd = 1.0 + 2 * torch.arange(40.0)
     assert moved(rounded, {"x": odd}) > 1e-2
     assert moved(rounded, {"x": odd + 0.5}) == 0
+
+
+def test_moved_row__one_row_of_many() -> None:
+    """In one of forty rows a code is on the other side of a tie."""
+
+    near_a_tie = 1.4 + 2 * torch.arange(120.0).view(40, 3)
+    near_a_tie[0, 0] = 3.0
+    found, of_a_row = (f(lambda x: torch.round(x / 2), {"x": near_a_tie}) for f in (moved, moved_row))
+    assert found < 0.01
+    assert of_a_row == pytest.approx(1 / torch.round(near_a_tie[0] / 2).norm().item(), rel=0.5)
 
 
 def test_moved__is_the_same_every_time_and_changes_nothing() -> None:
@@ -64,3 +74,4 @@ def test_moved__four_bits_of_activations_move_by_more_than_a_code(bits: int, mov
     assert job.bound == ROUNDED  # a package for a CPU adds up as the model does
     job.on_cpu = False
     assert (job.bound > ROUNDED) == moves
+    assert job.bound <= job.bound_of_a_token <= MOST

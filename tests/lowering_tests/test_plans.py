@@ -308,6 +308,47 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
                     compare_kernels(case, expected(once), found)
 
 
+def grouped_case(n: int, k: int, bits: int, form: str, widths: tuple[int, ...]) -> Case:
+    """Scales of groups of 128: float, or integers of 8 or 32 bits."""
+    integer = {"float": None, "int8": INT8, "int32": torch.int32}[form]
+    plain = scaled_case(n, k, INT8, bits, widths)
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        x, w, x_scale, w_scale, *rest = plain.operands(new, m)
+        if integer is None:
+            return [x, w, x_scale, [new((n, math.ceil(k / 128)), FLOAT) for n in widths], *rest, None, 128]
+        return [x, w, x_scale, w_scale, *rest, [new((n, math.ceil(k / 128)), integer) for n in widths], 128]
+
+    def in_package(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: Any, *groups: Any) -> Any:
+        group_scale, size = groups
+        return lowered.scaled_by_group(x, w, x_scale, w_scale, bias, visual, dtype, group_scale or [None] * len(w), size)
+
+    return Case(on_cuda.scaled_matmuls, in_package, operands)
+
+
+@pytest.mark.parametrize("form", ["float", "int8", "int32"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plans__a_package_launches_scales_of_groups(
+    bits: int, form: str, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an eager call does, by kernels that Python need not choose; of any number of rows none that is written out in vain."""
+    monkeypatch.setattr(graph_launch, "for_package", lambda: True)
+    for m, n, k in tuned(f"scaled_int{bits}_group", f"scaled_int{bits}_group_float"):
+        for widths in ((n,), (n, 512)):
+            case = grouped_case(n, k, bits, form, widths)
+            eager, graph = case.run(found, m, False), case.run(found, m, True)
+            assert graph, (m, n, k)
+            assert not in_gluon(graph)
+            if not in_gluon(eager):
+                assert [launch for _, launch in graph] == [launch for _, launch in eager], (m, n, k)
+            any_rows = case.run(found, ROWS, True)
+            assert {planned for planned, _ in any_rows} == {*graph_launch.REGIMES, graph_launch.MANY}
+            assert not any(launch[0].startswith("unpack") for _, launch in any_rows)
+            for last in graph_launch.REGIMES:
+                eager = [launch for _, launch in case.run(found, last, False) if launch[0].startswith("group")]
+                assert [normal(launch, last) for planned, launch in any_rows if planned == last] == eager
+
+
 def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool, kept: bool) -> Case:
     """A transform into numbers, codes by a static scale, with channels that are kept or without, or codes by token."""
 

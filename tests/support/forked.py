@@ -2,7 +2,8 @@
 
     done = run("-c", "import sys; print(sys.argv)", "a")          child = started("-m", "mmqc.cli", "eval")
 
-The process is a copy of one that was started for this (multiprocessing's fork server), at the first use in a pytest worker.
+The process is a copy of one that was started for this (multiprocessing's fork server), at the first use in a pytest worker;
+with a GPU it is a new one, as copies can't use GPUs.
 What has to import for itself, or in a certain order, is started by subprocess.
 """
 
@@ -16,12 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 IMPORTED = [
     *("torch", "torch.distributed.distributed_c10d", "torchao.quantization", "safetensors.torch"),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "transformers.quantizers.auto"),
     "transformers.models.qwen2_vl.modeling_qwen2_vl",
 ]
-_processes = multiprocessing.get_context("forkserver")
+# What is imported looks for GPUs, and a copy of a process that has found one can't use it.
+_processes: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _processes.set_forkserver_preload(IMPORTED)
 
 

@@ -32,15 +32,26 @@ from mmqc.kernels.matmul.group_scaled_matmul_tiles import (
     group_scaled_matmul_kernel,
 )
 from mmqc.kernels.matmul.linears import Linear, three
-from mmqc.kernels.matmul.product import Product, each_alone, kernel_of, new_tensor, share_a_launch, why_not_tma
+from mmqc.kernels.matmul.product import (
+    EAGER,
+    Caller,
+    New,
+    Product,
+    each_alone,
+    kernel_of,
+    new_tensor,
+    share_a_launch,
+    why_not_tma,
+)
 from mmqc.kernels.shared.device_facts import ceil_div, has_inline_ptx, why_not_here
 from mmqc.kernels.shared.launch import Launch
 from mmqc.kernels.shared.row_scale import RowScale, row_scale
-from mmqc.kernels.shared.split_k import workspace
+from mmqc.kernels.shared.split_k import Workspace, workspace
 
 FOLD_ROWS = 512  # from which writing out codes times scales costs less than the passes over the accumulator
 MOST_SUMS = 64  # of a group, a thread: with twice as many for all groups these are 192 of 255 registers
 SMALLEST_STEP = 32  # of K: what a tensor core's int8 product takes
+ANY_ROWS = MatmulConfig(128, 64, 128, 4, 3, variant="columns")  # for any number of rows from packed weights
 
 
 def supports(
@@ -94,19 +105,21 @@ def multiply(
 
 
 def plan(
-    x: Tensor, linears: Sequence[Linear], group_size: int, *, config: MatmulConfig | None = None
+    x: Tensor, linears: Sequence[Linear], group_size: int, caller: Caller = EAGER, *, config: MatmulConfig | None = None
 ) -> list[Product]:
     """The products: several linears of few rows share one, else each has its own; scales of many rows are folded."""
     (m, k), width = x.shape, sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return []
-    if m >= FOLD_ROWS and all(folds(linear) for linear in linears):
-        return each_alone(lambda linear: fold(x, linear, config), linears)
+    if m >= FOLD_ROWS and caller.always and all(folds(linear) for linear in linears):
+        return each_alone(lambda linear: fold(x, linear, caller, config), linears)
     c = config or configs.config(op_name(linears[0]), m, width, k, x.device)
     if len(linears) > 1 and not share_a_launch(m, c, linears):
-        return each_alone(lambda linear: plan(x, [linear], group_size, config=config), linears)
+        return each_alone(lambda linear: plan(x, [linear], group_size, caller, config=config), linears)
     everyone, (first, *_), written_out = tuple(range(len(linears))), linears, False
-    if c.variant == "unpack":
+    if c.variant == "unpack" and first.w.dtype == torch.uint8 and not caller.always:
+        c = ANY_ROWS
+    elif c.variant == "unpack":
         written_out, c = first.w.dtype == torch.uint8, c.with_variant("nested")
         first = scaled_matmul.as_codes(x, first) if written_out else first
     aligned = one_group_a_step(k, first.w, group_size, step(group_size, c.block_k))
@@ -114,26 +127,27 @@ def plan(
     return [Product(kernel, c, everyone, written_out)]
 
 
-def fold(x: Tensor, linear: Linear, config: MatmulConfig | None) -> list[Product]:
+def fold(x: Tensor, linear: Linear, caller: Caller, config: MatmulConfig | None) -> list[Product]:
     """Scaled_matmul's product with codes times scales."""
-    products = scaled_matmul.plan(x, [scaled_matmul.as_codes(x, linear)], config=config)
+    products = scaled_matmul.plan(x, [scaled_matmul.as_codes(x, linear)], caller, config=config)
     return [product._replace(written_out=True, folded=True) for product in products]
 
 
 def launches(
-    x: Tensor, linears: Sequence[Linear], rows: RowScale, group_size: int, products: Sequence[Product]
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, group_size: int, products: Sequence[Product], *,
+    new: New = new_tensor, work: Workspace = workspace,
 ) -> Iterator[Launch]:
     """Fill every linear's y."""
     for product in products:
         some = [linears[i] for i in product.linears]
         if product.written_out:
-            some = yield from scaled_matmul.writing_out(x, some, new_tensor, group_size if product.folded else 0)
+            some = yield from scaled_matmul.writing_out(x, some, new, group_size if product.folded else 0)
         if product.folded:
-            yield scaled_matmul.launch(x, some, rows, product, scaled_matmul.PLAIN, workspace)
+            yield scaled_matmul.launch(x, some, rows, product, scaled_matmul.PLAIN, work)
         elif product.kernel == "descriptors":
             yield descriptor_launch(x, some[0], rows, group_size, product.tile)
         else:
-            yield pointer_launch(x, some, rows, group_size, product.tile)
+            yield pointer_launch(x, some, rows, group_size, product.tile, work)
 
 
 def folds(linear: Linear) -> bool:
@@ -154,7 +168,9 @@ def one_group_a_step(k: int, w: Tensor, group_size: int, block_k: int) -> bool:
     return group_size % block_k == 0 and half % block_k == 0 and not (half and k % 2)
 
 
-def pointer_launch(x: Tensor, linears: Sequence[Linear], rows: RowScale, group: int, c: MatmulConfig) -> Launch:
+def pointer_launch(
+    x: Tensor, linears: Sequence[Linear], rows: RowScale, group: int, c: MatmulConfig, work: Workspace = workspace
+) -> Launch:
     """One launch for all linears, operands read by pointers."""
     (m, k), w, integer = x.shape, linears[0].w, linears[0].group_scale is not None
     packed, stored = w.dtype == torch.uint8, w.shape[1]
@@ -165,7 +181,7 @@ def pointer_launch(x: Tensor, linears: Sequence[Linear], rows: RowScale, group: 
     b0, b1, b2 = (linear.scale if linear.bias is None else linear.bias for linear in (first, second, third))
     tiles = ceil_div(m, c.block_m) * sum(ceil_div(linear.w.shape[0], c.block_n) for linear in linears)
     kind = torch.int32 if integer else torch.float32
-    parts, counters = workspace(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
+    parts, counters = work(x.device, tiles, c.block_m * c.block_n, c.split_k, kind)
     args = dict(
         x_ptr=x, w_ptr=first.w, w1_ptr=second.w, w2_ptr=third.w, y_ptr=first.y, y1_ptr=second.y, y2_ptr=third.y,
         x_scale_ptr=rows.scale, row_ptr=rows.rows, w_scale_ptr=first.scale, w_scale1_ptr=second.scale,
