@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 WHOLE = "model"
 PROGRAMS = (WHOLE, "vision", "prefill", "decode")
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-4}  # of a package: other kernels, the same sums
-ROUNDED = 3e-2  # of half precision, and of quantized models: a code on the other side of a tie
-MOVES, MOST = 2, 0.5  # of what a quantized model's own logits move by (aot/sensitivity.py); beyond, nothing would be compared
 logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, Tensor]
@@ -238,9 +236,9 @@ class _Job:
 
     def compare(self, path: Path) -> None:
         """Load the package and compare it with the model on the given batches."""
-        from mmqc.aot.exportable import relative_error
         from mmqc.aot.index_find import ExportError
         from mmqc.aot.programs import Whole
+        from mmqc.aot.sensitivity import relative_error
         from mmqc.lowering import package
 
         self.say("comparing the package with the model")
@@ -267,14 +265,15 @@ class _Job:
 
     @property
     def _bound(self) -> float | None:
-        """None: as far as the model's own logits move."""
+        """None: as far as the model's own logits move, where types or another device's sums round."""
         from mmqc.aot.exportable import rounds
+        from mmqc.aot.sensitivity import ROUNDED
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
-        if not quantized:
-            return EXACT.get(dtype, ROUNDED)
-        return ROUNDED if self.on_cpu else None
+        if dtype in EXACT and not quantized:
+            return EXACT[dtype]
+        return ROUNDED if dtype in EXACT and self.on_cpu else None
 
     @functools.cached_property
     def on_cpu(self) -> bool:
@@ -283,11 +282,11 @@ class _Job:
 
     @functools.cached_property
     def beside_itself(self) -> float:
-        """``ROUNDED``, or more where rounding errors of the inputs move the model's own logits by more."""
+        """As far as rounding errors move the model's own logits, and some room."""
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import moved
 
-        return self._twice(moved(Whole(self.model), self.batches[0]), "logits")
+        return self._said(moved(Whole(self.model), self.batches[0], self.model), "logits")
 
     @functools.cached_property
     def token_beside_itself(self) -> float:
@@ -297,12 +296,14 @@ class _Job:
 
         whole = Whole(self.model)
         tokens = lambda **batch: whole(**batch)[batch["attention_mask"].bool()]  # noqa: E731  (padding is nobody's)
-        return self._twice(moved_row(tokens, self.batches[0]), "logits of a token")
+        return self._said(moved_row(tokens, self.batches[0], self.model), "logits of a token")
 
-    def _twice(self, found: float, of: str) -> float:
-        bound = max(ROUNDED, min(MOST, MOVES * found))
+    def _said(self, moves: float, of: str) -> float:
+        from mmqc.aot.sensitivity import ROUNDED, within
+
+        bound = within(moves)
         if bound > ROUNDED:
-            self.say(f"inputs moved by a rounding error move the model's own {of} by {found:.1e}: compared within {bound:.1e}")
+            self.say(f"rounding errors move the model's own {of} by {moves:.1e}: compared within {bound:.1e}")
         return bound
 
 

@@ -19,10 +19,11 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8DynamicActivationIn
 from torchao.quantization import quantize_ as torchao_quantize_
 
 import mmqc
-from mmqc.aot.exportable import export_program, relative_error
+from mmqc.aot.exportable import export_program
 from mmqc.aot.index_find import ExportError
 from mmqc.aot.packed_programs import steps_of
 from mmqc.aot.programs import Seam, Whole, cache_shape, find_seam
+from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.step_batches import Steps
 from mmqc.aot.variants import fixed_images, variants
 from mmqc.lowering.package import grouped_mm, python_ops

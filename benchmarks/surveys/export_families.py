@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.aot.exportable import relative_error
 from mmqc.aot.programs import Whole
+from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.variants import taken_apart
 from mmqc.export import WHOLE, _Job
 from mmqc.lowering.package import load_program

@@ -9,6 +9,7 @@ which a tensor is split and put together again have no known number of entries: 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from mmqc.aot.index_find import ExportError, Reading, find_lengths, find_readings
+from mmqc.aot.sensitivity import ROUNDED, moved, relative_error, within
 from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
@@ -33,7 +35,6 @@ from mmqc.kernels.attention import variable_length
 from mmqc.versions import ENCODERS
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
-ROUNDED = 3e-2  # of half precision: another order of the same sums; one flipped code of a quantized model
 FIXED = (None, Dim.STATIC)  # in dynamic shapes
 logger = logging.getLogger(__name__)
 
@@ -79,13 +80,12 @@ def export_program(
         plan, sites = _found(model, [{**b, **constants} for b in (traced, *tensors)])
         whole = _Trace(model, plan, sites, constants).export(traced, shapes)
         program = whole.run_decompositions({torch.ops.mmqc_front.scaled_dot_product_attention.default: _one_mask})
-        exact = {} if rounds(program) else EXACT
+        check = _Check(model, constants, rounds(program), tensors)
         # On a GPU attention within segments has a kernel of its own already, and a code may round away.
-        on_cpu = all(t.device.type == "cpu" for batch in tensors for t in batch.values())
-        _verify(whole, model, tensors, constants, EXACT if on_cpu else exact)
-        _verify(program, model, tensors, constants, exact)
+        check.verify(whole, tensors, strictly=check.on_cpu)
+        check.verify(program, tensors)
         if spare:
-            _try(program, model, [bound(model, (), batch) for batch in spare], constants, exact)
+            check.admit(program, [bound(model, (), batch) for batch in spare])
     return program
 
 
@@ -307,41 +307,69 @@ def _kept(model: nn.Module) -> Iterator[None]:
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
-def _verify(
-    program: ExportedProgram,
-    model: nn.Module,
-    batches: list[dict[str, Tensor]],
-    constants: Inputs,
-    exact: Mapping[torch.dtype, float],
-) -> None:
-    """Compare the program with the model on every batch, to ``exact`` or to what rounding can make of it."""
-    _admit(program, batches)
-    run = program.module()
-    for batch in batches:
-        sizes = {name: tuple(t.shape) for name, t in batch.items()}
-        expected = list(floats(plain_output(model(**batch, **constants))))
+class _Check:
+    """Programs against the model that they are of.
+
+    Args:
+        model: that model.
+        constants: inputs that are no tensors.
+        rounds: whether it rounds activations.
+        batches: of inputs that are.
+    """
+
+    def __init__(self, model: nn.Module, constants: Inputs, rounds: bool, batches: list[dict[str, Tensor]]) -> None:
+        self.model, self.constants, self.rounds, self.first = model, constants, rounds, batches[0]
+        self.on_cpu = all(t.device.type == "cpu" for batch in batches for t in batch.values())
+
+    def expected(self, **batch: Tensor) -> list[Tensor]:
+        """The model's floats."""
+        return list(floats(plain_output(self.model(**batch, **self.constants))))
+
+    def within(self, dtype: torch.dtype, strictly: bool) -> float:
+        """The largest relative error: sums are a CPU's own in another program too, in types that hold them."""
+        if dtype in EXACT and (strictly or not self.rounds):
+            return EXACT[dtype]
+        return ROUNDED if dtype in EXACT and self.on_cpu else self.beside_itself
+
+    @functools.cached_property
+    def beside_itself(self) -> float:
+        """As far as rounding errors move the model's own outputs."""
+        return within(moved(self.expected, self.first, self.model))
+
+    def verify(self, program: ExportedProgram, batches: list[dict[str, Tensor]], *, strictly: bool = False) -> None:
+        """Compare the program with the model on every batch; ``strictly``: although it rounds.
+
+        Raises:
+            ExportError: it fails, or differs.
+        """
+        _admit(program, batches)
+        run = program.module()
+        for batch in batches:
+            sizes = {name: tuple(t.shape) for name, t in batch.items()}
+            expected = self.expected(**batch)
+            try:
+                got = list(floats(run(**batch)))
+            except Exception as error:
+                raise ExportError([f"for {sizes} the program fails: {type(error).__name__}: {error}"]) from error
+            if [t.shape for t in got] != [t.shape for t in expected]:
+                raise ExportError([f"for {sizes} the program's output has other shapes than the model's"])
+            error = max((relative_error(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
+            logger.info("relative error %.1e for %s", error, sizes)
+            bound = self.within(expected[0].dtype, strictly) if expected else 0.0
+            if not error <= bound:
+                told = f"differs from the model's by {error:.1e}, more than {bound:.0e}"
+                raise ExportError([f"for {sizes} the program's output {told}"])
+
+    def admit(self, program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
+        """Admit the sizes of these batches if the program is right on them."""
+        ranges, guards = dict(program.range_constraints), list(getattr(program, "_guards_code", []))
         try:
-            got = list(floats(run(**batch)))
-        except Exception as error:
-            raise ExportError([f"for {sizes} the program fails: {type(error).__name__}: {error}"]) from error
-        if [t.shape for t in got] != [t.shape for t in expected]:
-            raise ExportError([f"for {sizes} the program's output has other shapes than the model's"])
-        error = max((relative_error(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
-        logger.info("relative error %.1e for %s", error, sizes)
-        if not error <= (exact.get(expected[0].dtype, ROUNDED) if expected else 0):
-            raise ExportError([f"for {sizes} the program's output differs from the model's by {error:.1e}"])
-
-
-def _try(program: ExportedProgram, model: nn.Module, batches: list[dict[str, Tensor]], constants: Inputs, exact: Any) -> None:
-    """Admit the sizes of these batches if the program is right on them."""
-    ranges, guards = dict(program.range_constraints), list(getattr(program, "_guards_code", []))
-    try:
-        _verify(program, model, batches, constants, exact)
-    except Exception as error:  # the model's own code may know no such batch either
-        logger.info("sizes left out: %s", error)
-        program.range_constraints.clear()
-        program.range_constraints.update(ranges)
-        program._guards_code = guards
+            self.verify(program, batches)
+        except Exception as error:  # the model's own code may know no such batch either
+            logger.info("sizes left out: %s", error)
+            program.range_constraints.clear()
+            program.range_constraints.update(ranges)
+            program._guards_code = guards
 
 
 def _admit(program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:
@@ -364,13 +392,3 @@ def rounds(program: ExportedProgram) -> bool:
     """Whether the program rounds activations: then another order of a sum may flip a code."""
     ops = [n.target for n in program.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
     return any(op.namespace != "aten" or "round" in op.name() for op in ops)
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected|, over ordinary entries; infinite ones and the largest of the dtype (masks) must agree."""
-    largest = torch.finfo(expected.dtype).max
-    finite = expected.abs() < largest
-    if not torch.equal(finite, got.abs() < largest):
-        return float("inf")
-    a, b = got[finite].double(), expected[finite].double()
-    return float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float64).tiny))

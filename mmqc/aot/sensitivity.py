@@ -1,55 +1,93 @@
-"""How far a model's logits move where its inputs move by a rounding error: what another order of the same sums may do to it.
+"""How far a model's outputs move where all in it moves by a rounding error: what another order of the same sums may do to it.
 
-    moved(model, batch)   =  max over draws of |f(x (1 + ε)) - f(x)| / |f(x)|        ε normal, some units of the last place
-    moved_row             the same of the row of logits that moves the most: a token's
+    moved(f, batch, model)  =  max over draws of |f'(x') - f(x)| / |f(x)|        x' = x (1 + ε), and so what modules return
+    moved_row               the same of the row of logits that moves the most: a token's
+    within(moved)           as far as two forms of the model may be apart
 
-A model that rounds activations moves by steps: in 4 bits a code on the other side of a tie may be tens of percent of the logits
-(docs/explanation/export.md), and in 8 bits of a token's.  A package whose sums are in another order cannot be nearer to the model.
+A model in half precision is rounded at every operation, and one that rounds activations moves by steps: a code on the other side
+of a tie may be a percent of the logits in 8 bits, tens of percent in 4 (docs/explanation/export.md), and more of one token's.  A
+program whose sums are in another order, or whose attention is another kernel, cannot be nearer to the model than that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from mmqc.aot.exportable import relative_error
+from torch import Tensor, nn
 
 DRAWS = 4
-FLOAT32 = 2e-6  # of ε: a long sum's error; of types with less it is one unit of the last place
+FLOAT32 = 2e-6  # a long sum's error; types with less have units of the last place
+PART = 0.25  # of the unit: the deviation of ε (a rounding error's is 0.14 to 0.29 of one, a difference of two has twice the square)
+ROUNDED = 3e-2  # of half precision: another order of the same sums; one flipped code of a quantized model
+MOVES, MOST = 2, 0.5  # of what it moves by itself; beyond, nothing would be compared
+
+Outputs = Callable[..., Tensor | Sequence[Tensor]]
 
 
-def moved(logits: Callable[..., Tensor], batch: Mapping[str, Tensor]) -> float:
-    """The largest relative movement over ``DRAWS`` draws, which are the same every time; 0 where no input but a mask is a float.
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected|, over ordinary entries; infinite ones and the largest of the dtype (masks) must agree."""
+    largest = torch.finfo(expected.dtype).max
+    finite = expected.abs() < largest
+    if not torch.equal(finite, got.abs() < largest):
+        return float("inf")
+    a, b = got[finite].double(), expected[finite].double()
+    return float((a - b).norm() / b.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def within(moves: float) -> float:
+    """The largest relative error that a comparison admits."""
+    return max(ROUNDED, min(MOST, MOVES * moves))
+
+
+def moved(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | None = None) -> float:
+    """The largest relative movement of an output over ``DRAWS`` draws, which are the same every time.
 
     Args:
-        logits: takes the batch by keyword.
-        batch: its tensors are not changed.
+        outputs: takes the batch by keyword; what it returns moves.
+        batch: its floats move, but for masks; its tensors are not changed.
+        model: what its modules return moves too, where these have no others in them; ``outputs`` calls it.
     """
-    return max((relative_error(near, expected) for near, expected in _moves(logits, batch)), default=0.0)
+    return max((relative_error(*pair) for pair in _moves(outputs, batch, model)), default=0.0)
 
 
-def moved_row(logits: Callable[..., Tensor], batch: Mapping[str, Tensor]) -> float:
-    """As ``moved``, of single rows of what ``logits`` returns, [..., V]."""
-    pairs = ((near.flatten(0, -2), expected.flatten(0, -2)) for near, expected in _moves(logits, batch))
+def moved_row(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | None = None) -> float:
+    """As ``moved``, of single rows of what ``outputs`` returns, [..., V]."""
+    pairs = ([t.flatten(0, -2) for t in pair] for pair in _moves(outputs, batch, model))
     return max((relative_error(*rows) for pair in pairs for rows in zip(*pair, strict=True)), default=0.0)
 
 
 @torch.no_grad()
-def _moves(logits: Callable[..., Tensor], batch: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    floats = {name: x for name, x in batch.items() if x.is_floating_point() and "mask" not in name}
-    if not floats:
-        return []
-    generator, expected = torch.Generator().manual_seed(0), logits(**batch)
-    pairs = []
+def _moves(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | None) -> Iterator[tuple[Tensor, Tensor]]:
+    generator, expected = torch.Generator().manual_seed(0), _several(outputs(**batch))
     for _ in range(DRAWS):
-        near: dict[str, Any] = {name: x * (1 + _noise(x, generator)) for name, x in floats.items()}
-        pairs.append((logits(**{**batch, **near}), expected))
-    return pairs
+        near: dict[str, Any] = {n: x if "mask" in n else _moved(x, generator) for n, x in batch.items()}
+        with _moving(model, generator):
+            yield from zip(_several(outputs(**near)), expected, strict=True)
 
 
-def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
-    size = max(FLOAT32, torch.finfo(x.dtype).eps)
-    return (size * torch.randn(x.shape, generator=generator)).to(x)
+def _several(found: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+@contextmanager
+def _moving(model: nn.Module | None, generator: torch.Generator) -> Iterator[None]:
+    """What modules without others in them return is moved."""
+    leaves = [] if model is None else [m for m in model.modules() if not any(True for _ in m.children())]
+    hooks = [m.register_forward_hook(lambda module, args, found: _moved(found, generator)) for m in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _moved(x: Any, generator: torch.Generator) -> Any:
+    """A tensor of floats times 1 + ε; all else as it is."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    unit = max(FLOAT32, torch.finfo(x.dtype).eps)
+    noise = torch.randn(x.shape, generator=generator).to(x.device)
+    return (x * (1 + PART * unit * noise)).to(x.dtype)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.aot.exportable import relative_error
 from mmqc.aot.index_find import ExportError
 from mmqc.aot.programs import CacheShape, Decode, Inputs, Prefill, Seam, Vision, logits_of
+from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.variants import token_inputs
 
 SPARE = 9  # entries of a cache beyond the prompt

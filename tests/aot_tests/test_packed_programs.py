@@ -14,9 +14,9 @@ from tolerance import assert_close
 from torch import Tensor, nn
 
 import mmqc
-from mmqc.aot.exportable import relative_error
 from mmqc.aot.packed_programs import COUNT, PackedSteps, steps_of
 from mmqc.aot.programs import StepError
+from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.step_batches import Steps
 from mmqc.kv.cache import QuantizedCache
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmqc
 from mmqc import recipes
 from mmqc.aot.programs import Whole
-from mmqc.aot.sensitivity import DRAWS, moved, moved_row
-from mmqc.export import MOST, ROUNDED, _Job
+from mmqc.aot.sensitivity import DRAWS, MOST, ROUNDED, moved, moved_row, within
+from mmqc.export import _Job
 
 X = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
 
@@ -51,6 +51,22 @@ def test_moved__without_floats_that_may_move() -> None:
     assert moved(lambda ids, attention_mask: ids * attention_mask, given) == 0
 
 
+def test_moved__what_modules_return_moves_too() -> None:
+    """Without a float among the inputs, and in half precision with every layer; nothing stays behind."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, 32) for _ in range(8)]
+    model = nn.Sequential(nn.Embedding(9, 32), *layers).to(torch.bfloat16).eval()
+    ids = {"input": torch.arange(9)}
+    assert moved(model, ids) == 0
+    assert 1e-3 < moved(model, ids, model) < 1e-2  # of eight layers, each of which is rounded to 2^-8
+    assert within(0.001) == ROUNDED < within(0.1) == 0.2 < within(9.0) == MOST
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_moved__of_every_output() -> None:
+    assert moved(lambda x: [x * 0 + 1, torch.round(x)], {"x": 0.5 + torch.arange(40.0)}) > 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_moved__in_the_type_of_the_inputs(dtype: torch.dtype) -> None:
     seen: list[Any] = []
@@ -69,7 +85,7 @@ def test_moved__four_bits_of_activations_move_by_more_than_a_code(bits: int, mov
     sample = mmqc.samples.load("digits-vqa")
     batches = sample.calibration(2)
     mmqc.quantize_(sample.model, recipes.per_token(4, bits, solver="rtn"), calibration=batches, progress=False)
-    assert (moved(Whole(sample.model), batches[0]) > ROUNDED) == moves
+    assert (moved(Whole(sample.model), batches[0], sample.model) > ROUNDED) == moves
     job = _Job(sample.model, batches, None, print)
     assert job.bound == ROUNDED  # a package for a CPU adds up as the model does
     job.on_cpu = False

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import device_facts
 import pytest
@@ -189,11 +190,16 @@ def of_graph(case: Case, launched: Launched) -> list[Any]:
             )
 
         traced = make_fx(function, decomposition_table=select_decomp_table())(*given)
+
+    def needs_a_device(*_: Any) -> Any:
+        raise RefusedError
+
     graph, width = GraphLowering(traced, shape_env=None), frozenset({operands[0].shape[1]})
     with (
         V.set_graph_handler(graph),
         V.set_fake_mode(mode),
         inductor.trusted_transforms(width),
+        mock.patch.dict(inductor.lowerings, {torch.ops.aten.mm.default: needs_a_device}),
         contextlib.suppress(LoweringException),
     ):
         graph.run(*given)

@@ -45,14 +45,14 @@ def instructions(module: str, *what: Any) -> str:
 
 
 def _assembled(module: str, *what: Any) -> tuple[str, int, str]:
-    nvidia = pytest.importorskip("triton.backends.nvidia")
-    tools = Path(nvidia.__path__[0]) / "bin"
+    nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
+    tools, ptxas = Path(nvidia.__file__).parent / "bin", nvidia.get_ptxas(90).path  # Triton has two of them; which one depends
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = f"{folder}/kernel.ptx", f"{folder}/kernel.cubin"
         shared = _ask(ptx, 90, module, *what)
         told, code = (
-            subprocess.run([str(tools / tool), *rest], capture_output=True, text=True, timeout=300)
-            for tool, *rest in (("ptxas", "-v", "-arch=sm_90a", ptx, "-o", cubin), ("nvdisasm", cubin))
+            subprocess.run(words, capture_output=True, text=True, timeout=300)
+            for words in ([ptxas, "-v", "-arch=sm_90a", ptx, "-o", cubin], [str(tools / "nvdisasm"), cubin])
         )
         return told.stderr, shared, code.stdout
 

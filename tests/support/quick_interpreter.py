@@ -5,6 +5,8 @@
 - It computes again, in 64 bits, each sum and product of integers, compares it with the bounds of its type, and drops the outcome
   (``device_assert`` does nothing but in debug mode).
 - It makes a table of all dtypes for each dtype that it looks up in it.
+
+And what it does wrong: a comparison of scalars that meets one of blocks is a block of integers (Triton 3.9), not a mask.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ def install() -> None:
 
         semantic, executor = interpreter.interpreter_semantic, interpreter.GridExecutor
         replaced = once_a_kernel(interpreter._patch_lang, executor.__call__)
+        splat = as_truths(interpreter.InterpreterBuilder.create_splat)
         dtype, check = of_scalars(interpreter._get_np_dtype), if_heard(semantic, semantic.binary_op_sanitize_overflow_impl)
     except (ImportError, AttributeError):
         return
     interpreter._patch_lang, executor.__call__ = replaced
+    interpreter.InterpreterBuilder.create_splat = splat
     interpreter._get_np_dtype, semantic.binary_op_sanitize_overflow_impl = dtype, check
 
 
@@ -66,6 +70,19 @@ def of_scalars(dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A block's dtype is its elements'; types of blocks and of pointers have no hash."""
     of_scalar = functools.cache(dtype)
     return lambda kind: dtype(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar)
+
+
+def as_truths(splat: Callable[..., Any]) -> Callable[..., Any]:
+    """A truth fills a block of truths."""
+
+    @functools.wraps(splat)
+    def create_splat(self: Any, kind: Any, arg: Any) -> Any:
+        found = splat(self, kind, arg)
+        if arg.data.dtype == bool:
+            found.data = found.data.astype(bool)
+        return found
+
+    return create_splat
 
 
 def if_heard(semantic: Any, check: Callable[..., None]) -> Callable[..., None]:

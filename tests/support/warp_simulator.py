@@ -301,9 +301,10 @@ REPLACED: dict[str, Any] = {
         float32=torch.float32,
     ),
     "mbarrier": types.SimpleNamespace(expect=_expect, arrive=_arrive, wait=_wait, init=_init, MBarrierLayout=lambda: None),
-    "tma": types.SimpleNamespace(
-        async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
-    ),
+    "tma": types.SimpleNamespace(store_wait=_store_wait),
+    "async_load": _copy_in,
+    "async_store": _copy_out,
+    "reinterpret": lambda tile, *how: tile._reinterpret(*how),
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": lambda: None,

@@ -27,10 +27,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from mmqc.kernels.shared.gluon_names import async_load, reinterpret
 
 LOWEST = gl.constexpr(-1e30)  # of a score that does not count: finite, for the difference of two infinities is no number
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a partition; Triton 3.7 renamed it
@@ -156,8 +157,8 @@ def fill(
 @gluon.jit
 def copy(desc, head, row, column, barrier, tile):
     """A block of rows and channels of one head."""
-    whole = tile._reinterpret(tile.dtype, [1, tile.shape[0], tile.shape[1]], desc.layout)
-    tma.async_copy_global_to_shared(desc, [head, row, column], barrier, whole)
+    whole = reinterpret(tile, tile.dtype, [1, tile.shape[0], tile.shape[1]], desc.layout)
+    async_load(desc, [head, row, column], barrier, whole)
 
 
 @gluon.jit

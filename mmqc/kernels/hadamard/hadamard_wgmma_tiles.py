@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.hadamard.hadamard_tiles import ASYMMETRIC, FLOAT, STATIC, asymmetric_tile, rounded_tile
+from mmqc.kernels.shared.gluon_names import async_load, async_store, reinterpret
 from mmqc.kernels.shared.quantize_codes import NEAR, clamped_byte
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
@@ -50,9 +51,9 @@ def fill_slots(
         ready = full.index(turn % (SLOTS * CONSUMERS))
         mbarrier.wait(empty.index(slot), ((turn // SLOTS) & 1) ^ 1)
         mbarrier.expect(ready, (A1 + A2) * COLUMNS * BYTES)
-        tma.async_copy_global_to_shared(x_desc, [row, 0, 0], ready, tiles.index(slot))
+        async_load(x_desc, [row, 0, 0], ready, tiles.index(slot))
         if A2 > 0:
-            tma.async_copy_global_to_shared(rest_desc, [row, A1, 0], ready, rests.index(slot))
+            async_load(rest_desc, [row, A1, 0], ready, rests.index(slot))
 
 
 @gluon.jit
@@ -142,8 +143,8 @@ def write_block(
     tl.debug_barrier()  # the place is free
     place.store(codes_of(y, k, low, y_desc.dtype, MODE, SCALE, LOW, HIGH, X_DTYPE, PTX))
     fence_async_shared()
-    box = place._reinterpret(y_desc.dtype, [1, BLOCK, COLUMNS], y_desc.layout)
-    tma.async_copy_shared_to_global(y_desc, [row, block * BLOCK, 0], box)
+    box = reinterpret(place, y_desc.dtype, [1, BLOCK, COLUMNS], y_desc.layout)
+    async_store(y_desc, [row, block * BLOCK, 0], box)
 
 
 @gluon.jit
@@ -246,11 +247,11 @@ def load_matrices(outer_desc, outer_rest_desc, inner_desc, ready, BLOCKS: gl.con
     if A2 > 0:
         rest = gl.allocate_shared_memory(outer_desc.dtype, [BLOCKS, BLOCK, A2], outer_rest_desc.layout)
     mbarrier.expect(ready, (BLOCKS * BLOCK * (A1 + A2) + COLUMNS * COLUMNS // 4) * BYTES)
-    tma.async_copy_global_to_shared(inner_desc, [0, 0], ready, inner)
+    async_load(inner_desc, [0, 0], ready, inner)
     for i in gl.static_range(BLOCKS):
-        tma.async_copy_global_to_shared(outer_desc, [i * BLOCK, 0], ready, outer.index(i))
+        async_load(outer_desc, [i * BLOCK, 0], ready, outer.index(i))
         if A2 > 0:
-            tma.async_copy_global_to_shared(outer_rest_desc, [i * BLOCK, A1], ready, rest.index(i))
+            async_load(outer_rest_desc, [i * BLOCK, A1], ready, rest.index(i))
     return outer, rest, inner
 
 

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from mmqc.kernels.shared.gluon_names import async_load
 from mmqc.kernels.shared.int4_codes import int8_as_64ths, int8_as_float
 from mmqc.kernels.warpgroup.packed_tiles import BEHIND, find_ahead, find_next, write_shares
 from mmqc.kernels.warpgroup.pingpong_tiles import count_items, meet
@@ -67,8 +68,8 @@ def take_step(
         row, col, coming = find_ahead(inside, then, here, following)
         k = coming * BLOCK_K
         expect_step(ready, BLOCK_M, BLOCK_N, BLOCK_K)
-        tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(to))
-        tma.async_copy_global_to_shared(x_desc, [row, k], ready, x_ring.index(to))
+        async_load(w_desc, [col, k], ready, w_ring.index(to))
+        async_load(x_desc, [row, k], ready, x_ring.index(to))
     acc = warpgroup_mma_wait(1, deps=(acc,))
     return acc, (slot + 1) % SLOTS, phase ^ ((slot + 1) // SLOTS)
 
@@ -119,8 +120,8 @@ def byte_kernel(
     for i in range(SLOTS - BEHIND):
         ready = full.index(i)
         expect_step(ready, BLOCK_M, BLOCK_N, BLOCK_K)
-        tma.async_copy_global_to_shared(w_desc, [here[1], (here[2] + i) * BLOCK_K], ready, w_ring.index(i))
-        tma.async_copy_global_to_shared(x_desc, [here[0], (here[2] + i) * BLOCK_K], ready, x_ring.index(i))
+        async_load(w_desc, [here[1], (here[2] + i) * BLOCK_K], ready, w_ring.index(i))
+        async_load(x_desc, [here[0], (here[2] + i) * BLOCK_K], ready, x_ring.index(i))
     slot = 0
     phase = 0
     for item in range(items):

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from mmqc.kernels.matmul.gated_matmul_tiles import finish_gated_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import scale_sums
 from mmqc.kernels.shared.early_start import await_inputs
+from mmqc.kernels.shared.gluon_names import async_load
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.warpgroup.packed_tiles import (
     BEHIND,
@@ -41,8 +42,8 @@ def fill_pair(
     ready, k = ring[2].index(slot), step * BLOCK_K
     mbarrier.expect(ready, 2 * (BLOCK_M + COLUMNS) * BLOCK_K)
     for i in gl.static_range(2):
-        tma.async_copy_global_to_shared(descs[2 + i], [col, k], ready, ring[1].index(2 * slot + i))
-        tma.async_copy_global_to_shared(descs[i], [row, k], ready, ring[0].index(2 * slot + i))
+        async_load(descs[2 + i], [col, k], ready, ring[1].index(2 * slot + i))
+        async_load(descs[i], [row, k], ready, ring[0].index(2 * slot + i))
 
 
 @gluon.jit

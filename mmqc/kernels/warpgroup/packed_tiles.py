@@ -39,6 +39,7 @@ from triton.language.extra.cuda import gdc_wait
 from mmqc.kernels.matmul.linears import count_tiles, find_linear, pick
 from mmqc.kernels.matmul.scaled_matmul_tiles import finish_tile, scale_sums
 from mmqc.kernels.shared.early_start import await_inputs
+from mmqc.kernels.shared.gluon_names import async_load
 from mmqc.kernels.shared.int4_codes import int4_as_int8
 from mmqc.kernels.shared.row_scale import row_scale_tile
 from mmqc.kernels.warpgroup.pingpong_tiles import add_up, count_items, find_item, meet, write_tile
@@ -109,18 +110,18 @@ def fill_slot(
         which, own = find_linear(col // BLOCK_N, N, N1, BLOCK_N, LINEARS)
         mbarrier.expect(ready, (2 * BLOCK_M + BLOCK_N) * BLOCK_K)
         if which == 0:
-            tma.async_copy_global_to_shared(descs[2], [own * BLOCK_N, k], ready, w_ring.index(slot))
+            async_load(descs[2], [own * BLOCK_N, k], ready, w_ring.index(slot))
         elif which == 1:
-            tma.async_copy_global_to_shared(descs[3], [own * BLOCK_N, k], ready, w_ring.index(slot))
+            async_load(descs[3], [own * BLOCK_N, k], ready, w_ring.index(slot))
         else:
-            tma.async_copy_global_to_shared(descs[4], [own * BLOCK_N, k], ready, w_ring.index(slot))
-        tma.async_copy_global_to_shared(descs[0], [row, k], ready, x_ring.index(2 * slot))
-        tma.async_copy_global_to_shared(descs[1], [row, k], ready, x_ring.index(2 * slot + 1))
+            async_load(descs[4], [own * BLOCK_N, k], ready, w_ring.index(slot))
+        async_load(descs[0], [row, k], ready, x_ring.index(2 * slot))
+        async_load(descs[1], [row, k], ready, x_ring.index(2 * slot + 1))
     else:
         k = (step - low_steps) * BLOCK_K
         mbarrier.expect(ready, (BLOCK_M + BLOCK_N) * BLOCK_K)
-        tma.async_copy_global_to_shared(descs[3], [col, k], ready, w_ring.index(slot))
-        tma.async_copy_global_to_shared(descs[4], [row, k], ready, x_ring.index(2 * slot))
+        async_load(descs[3], [col, k], ready, w_ring.index(slot))
+        async_load(descs[4], [row, k], ready, x_ring.index(2 * slot))
 
 
 @gluon.jit

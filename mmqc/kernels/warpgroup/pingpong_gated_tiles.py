@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from mmqc.kernels.matmul.gated_matmul_tiles import finish_gated_tile
 from mmqc.kernels.matmul.scaled_matmul_tiles import scale_tile
+from mmqc.kernels.shared.gluon_names import async_load, reinterpret
 from mmqc.kernels.shared.row_scale import row_scale_tile
 from mmqc.kernels.warpgroup.pingpong_tiles import count_items, find_item, make_ring, sum_item, write_tile
 
@@ -28,7 +29,7 @@ def fill_pairs(
 ):
     """The warp that copies."""
     x_ring, full, empty = ring[0], ring[3], ring[4]
-    halves = ring[1]._reinterpret(w_desc.dtype, [2 * STAGES, COLUMNS, BLOCK_K], w_desc.layout)
+    halves = reinterpret(ring[1], w_desc.dtype, [2 * STAGES, COLUMNS, BLOCK_K], w_desc.layout)
     rounds, rest, items = count_items(M, N, BLOCK_M, COLUMNS, PROGRAMS, PARTS)
     slot = 0
     phase = 1
@@ -40,9 +41,9 @@ def fill_pairs(
             k, ready = step * BLOCK_K, full.index(slot)
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K)
-            tma.async_copy_global_to_shared(x_desc, [row, k], ready, x_ring.index(slot))
-            tma.async_copy_global_to_shared(w_desc, [col, k], ready, halves.index(2 * slot))
-            tma.async_copy_global_to_shared(w1_desc, [col, k], ready, halves.index(2 * slot + 1))
+            async_load(x_desc, [row, k], ready, x_ring.index(slot))
+            async_load(w_desc, [col, k], ready, halves.index(2 * slot))
+            async_load(w1_desc, [col, k], ready, halves.index(2 * slot + 1))
             slot += 1
             if slot == STAGES:
                 slot = 0

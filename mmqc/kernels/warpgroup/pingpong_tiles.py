@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from mmqc.kernels.matmul.scaled_matmul_tiles import finish_scaled_tile
+from mmqc.kernels.shared.gluon_names import async_load, async_store
 from mmqc.kernels.shared.program_order import grouped_tile
 from mmqc.kernels.shared.row_scale import row_scale_tile
 
@@ -80,8 +81,8 @@ def fill_steps(
         ready = full.index(slot)
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(ready, SIZE)
-        tma.async_copy_global_to_shared(x_desc, [row, gl.where(k < START, k, k - GAP)], ready, x_ring.index(slot))
-        tma.async_copy_global_to_shared(w_desc, [col, k], ready, w_ring.index(slot))
+        async_load(x_desc, [row, gl.where(k < START, k, k - GAP)], ready, x_ring.index(slot))
+        async_load(w_desc, [col, k], ready, w_ring.index(slot))
         slot += 1
         if slot == STAGES:
             slot = 0
@@ -284,7 +285,7 @@ def write_tile(y, y_desc, y_tile, row, col):
     tma.store_wait(0)
     y_tile.store(y.to(y_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(y_desc, [row, col], y_tile)
+    async_store(y_desc, [row, col], y_tile)
 
 
 @gluon.jit
