@@ -12,13 +12,13 @@ Why:     a launch in the generated code does without the checks and choices that
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from sympy import Integer, Max, Min
 
-from mmqc.kernels.matmul.product import Caller
+from mmqc.kernels.matmul.product import Caller, Product
 from mmqc.kernels.shared.device_facts import ceil_div
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.lowering.inductor import (
@@ -120,7 +120,16 @@ def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
             yield last, _from(rows, above) * no_more_than(rows, last)
             above = last
     if up_to is None:
-        yield max(size_hint(rows, MANY), REGIMES[-1] + 1), (_from(rows, above) if above else None)
+        yield max(size_hint(rows, MANY), MANY), (_from(rows, above) if above else None)
+
+
+def of_any_rows(products: Sequence[Product], rows: Any, planned: int, up_to: int | None = None) -> list[Product]:
+    """The products of a regime of ``regimes``, for all the rows that it may have.
+
+    Where these are more than ``planned``, no sum is split over programs, whose parts would have memory for ``planned`` rows.
+    """
+    bounded = isinstance(rows, int) or planned in (*REGIMES, up_to) or at_most(rows, planned)
+    return [product if bounded else product._replace(tile=product.tile.unsplit()) for product in products]
 
 
 def more_than(rows: Any, bound: int) -> Any:

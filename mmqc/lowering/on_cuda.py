@@ -28,7 +28,7 @@ from mmqc.kernels.shared.launch import Shape
 from mmqc.kernels.shared.row_scale import ONE, VISUAL, RowScale
 from mmqc.lowering import by_rows
 from mmqc.lowering.inductor import TensorBox, convert, lowerings
-from mmqc.lowering.launch import Operand, emit, emit_all, matmul_caller, regimes, rows_of, shape_of, workspace
+from mmqc.lowering.launch import Operand, emit, emit_all, matmul_caller, of_any_rows, regimes, rows_of, shape_of, workspace
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ def scaled(
     up_to = by_rows.bound(x, linears)
     for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
-        products = scaled_kernel.plan(given, linears, matmul_caller(m, runs))
+        products = of_any_rows(scaled_kernel.plan(given, linears, matmul_caller(m, runs)), m, planned, up_to)
         launches = scaled_kernel.launches(given, linears, scales, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
     if up_to is not None:
@@ -131,7 +131,7 @@ def scaled_by_group(
     linears = [linear._replace(group_scale=t) for linear, t in zip(plain, groups, strict=True)]
     for planned, runs in regimes(m):
         given: Any = x.of(planned)
-        products = group_kernel.plan(given, linears, group_size, matmul_caller(m, runs))
+        products = of_any_rows(group_kernel.plan(given, linears, group_size, matmul_caller(m, runs)), m, planned)
         launches = group_kernel.launches(given, linears, scales, group_size, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
     return _shaped(linears, rows)
@@ -185,7 +185,7 @@ def with_epilogue(
     up_to = by_rows.bound(x, linears)
     for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
-        products = epilogue_kernel.plan(given, linears, out_dtype, matmul_caller(m, runs))
+        products = of_any_rows(epilogue_kernel.plan(given, linears, out_dtype, matmul_caller(m, runs)), m, planned, up_to)
         launches = epilogue_kernel.launches(given, linears, scales, epilogue, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
     if up_to is not None:
@@ -219,7 +219,7 @@ def weight_only(
     for given, count, runs, caller in planned:
         if called is not None and called[0] < count <= called[1]:
             continue
-        for product in weight_only_kernel.plan(given, linears, bits, caller._replace(gluon=False)):
+        for product in of_any_rows(weight_only_kernel.plan(given, linears, bits, caller._replace(gluon=False)), m, count):
             some = [linears[i] for i in product.linears]
             launch = weight_only_kernel.launch(given, some, zeros, group_size, bits, product.tile, workspace)  # type: ignore[arg-type]
             emit(launch, m, count, runs)

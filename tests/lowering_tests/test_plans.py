@@ -349,6 +349,19 @@ def test_plans__a_package_launches_scales_of_groups(
                 assert [normal(launch, last) for planned, launch in any_rows if planned == last] == eager
 
 
+@pytest.mark.parametrize("name", ["scaled int4", "epilogue int4", "weight_only int4", "grouped"])
+def test_plans__no_sum_of_any_number_of_rows_is_split(name: str, found: list[tuple[Any, Any]], monkeypatch: Any) -> None:
+    """Parts of sums have memory for the rows that a launch was planned for: more of them wrote behind it, in packages."""
+    split = configs.MatmulConfig(128, 64, 64, 4, 3, split_k=2, variant="columns")
+    monkeypatch.setattr(configs, "config", lambda *shape: split)
+    monkeypatch.setattr(graph_launch, "for_package", lambda: True)
+    for module in (lowered, lowered_by_rows):
+        monkeypatch.setattr(module, "has_python", lambda: False, raising=False)
+    case = grouped_case(1280, 5120, 4, "float", (1280,)) if name == "grouped" else shapes_of(name)[1](1280, 5120)[0]
+    parts = {planned: launch[1][1] if len(launch[1]) > 1 else 1 for planned, launch in case.run(found, ROWS, True)}
+    assert parts == {**dict.fromkeys(graph_launch.REGIMES, 2), graph_launch.MANY: 1}
+
+
 def transforms(n: int, gated: bool, static: bool, visual: bool, by_token: bool, kept: bool) -> Case:
     """A transform into numbers, codes by a static scale, with channels that are kept or without, or codes by token."""
 

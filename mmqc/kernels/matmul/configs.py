@@ -100,6 +100,10 @@ class MatmulConfig:
         """Run in another way."""
         return dataclasses.replace(self, variant=variant)
 
+    def unsplit(self) -> MatmulConfig:
+        """One program adds up all of K."""
+        return dataclasses.replace(self, split_k=1)
+
     def with_stages(self, at_most: int) -> MatmulConfig:
         """No deeper pipeline than this."""
         return dataclasses.replace(self, num_stages=min(self.num_stages, at_most))
