@@ -61,10 +61,10 @@ def moved_row(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | 
 
 @torch.no_grad()
 def _moves(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | None) -> Iterator[tuple[Tensor, Tensor]]:
-    generator, expected = torch.Generator().manual_seed(0), _several(outputs(**batch))
+    rounding, expected = _Rounding(), _several(outputs(**batch))
     for _ in range(DRAWS):
-        near: dict[str, Any] = {n: x if "mask" in n else _moved(x, generator) for n, x in batch.items()}
-        with _moving(model, generator):
+        near: dict[str, Any] = {n: x if "mask" in n else rounding.of(x) for n, x in batch.items()}
+        with rounding.inside(model):
             yield from zip(_several(outputs(**near)), expected, strict=True)
 
 
@@ -72,22 +72,28 @@ def _several(found: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-@contextmanager
-def _moving(model: nn.Module | None, generator: torch.Generator) -> Iterator[None]:
-    """What modules without others in them return is moved."""
-    leaves = [] if model is None else [m for m in model.modules() if not any(True for _ in m.children())]
-    hooks = [m.register_forward_hook(lambda module, args, found: _moved(found, generator)) for m in leaves]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+class _Rounding:
+    """Rounding errors, drawn where the tensors are; the same ones in the same order every time."""
 
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
 
-def _moved(x: Any, generator: torch.Generator) -> Any:
-    """A tensor of floats times 1 + ε; all else as it is."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        return x
-    unit = max(FLOAT32, torch.finfo(x.dtype).eps)
-    noise = torch.randn(x.shape, generator=generator).to(x.device)
-    return (x * (1 + PART * unit * noise)).to(x.dtype)
+    def of(self, x: Any) -> Any:
+        """A tensor of floats times 1 + ε; all else as it is."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if x.device not in self.generators:
+            self.generators[x.device] = torch.Generator(x.device).manual_seed(0)
+        noise = torch.randn(x.shape, generator=self.generators[x.device], device=x.device)
+        return (x * (1 + PART * max(FLOAT32, torch.finfo(x.dtype).eps) * noise)).to(x.dtype)
+
+    @contextmanager
+    def inside(self, model: nn.Module | None) -> Iterator[None]:
+        """What modules without others in them return has such errors."""
+        leaves = [] if model is None else [m for m in model.modules() if not any(True for _ in m.children())]
+        hooks = [m.register_forward_hook(lambda module, args, found: self.of(found)) for m in leaves]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
