@@ -1,7 +1,9 @@
 """Linears of more than some rows, of a number that is known when they run: a call that chooses by it (kernels/matmul/by_rows.py).
 
 bound(x, linears)            rows up to which a graph for any number has launches of its own; None: for all
-scaled, with_epilogue        the call for more of them, and the kernels that it may want, compiled meanwhile
+group_bound(x)               the same of linears with scales of groups
+scaled, with_epilogue,
+by_group                     the call for more of them, and the kernels that it may want, compiled meanwhile
 weight_only                  the call for ``between`` few and many
 """
 
@@ -21,14 +23,22 @@ from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, has_warpgroup_produ
 from mmqc.kernels.shared.row_scale import RowScale
 from mmqc.kernels.warpgroup import byte_matmul, packed_matmul
 from mmqc.lowering.inductor import at_least, at_most
-from mmqc.lowering.launch import Operand, box_of, more_than, no_more_than
+from mmqc.lowering.launch import REGIMES, Operand, box_of, more_than, no_more_than
 from mmqc.lowering.python_call import call, has_python
 
 
 def bound(x: Operand, linears: Sequence[Linear]) -> int | None:
     """Rows up to which a graph has launches of its own; None where it has them for every number."""
     given: Any = x
-    up_to = packed_matmul.FEW if scaled_matmul.stays_packed(given, linears) else WARPGROUP_ROWS
+    return _may_call(x, packed_matmul.FEW if scaled_matmul.stays_packed(given, linears) else WARPGROUP_ROWS)
+
+
+def group_bound(x: Operand) -> int | None:
+    """As ``bound``: more rows multiply codes times scales, or weights that are written out."""
+    return _may_call(x, REGIMES[-1])
+
+
+def _may_call(x: Operand, up_to: int) -> int | None:
     known = not isinstance(x.shape[0], Expr) or at_most(x.shape[0], up_to)
     return None if known or not has_python() or not has_warpgroup_products(x.device) else up_to
 
@@ -39,6 +49,17 @@ def scaled(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operan
     w, w_scale, bias, y = _columns(linears)
     args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
     call(by_rows.scaled, args, y, more_than(x.shape[0], up_to), _expected(site))
+
+
+def by_group(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operand | None, group_size: int, up_to: int) -> None:
+    """``scaled_matmuls`` with scales of groups, of more rows than ``up_to``, which ``group_bound`` gave."""
+    integer = linears[0].group_scale
+    site = (*_site(x, linears, scales), None if integer is None else integer.dtype, group_size)
+    w, w_scale, bias, y = _columns(linears)
+    args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
+    groups = [box_of(linear.group_scale) for linear in linears]
+    expected = f"mmqc_by_rows.expect_groups({_first(site)}, {site[-2]!r}, {group_size})"
+    call(by_rows.by_group, (*args, groups, group_size), y, more_than(x.shape[0], up_to), expected)
 
 
 def with_epilogue(
@@ -98,10 +119,13 @@ def _site(x: Operand, linears: Sequence[Linear], scales: RowScale, *after: After
 
 def _expected(site: tuple[Any, ...]) -> str:
     """The line that asks for the kernels, where the generated code is loaded."""
-    device, x, scale, parts, *after = site
+    return f"mmqc_by_rows.expect({', '.join([_first(site), *(f'mmqc_by_rows.After{a}' for a in site[4:])])})"
+
+
+def _first(site: tuple[Any, ...]) -> str:
+    device, x, scale, parts, *_ = site
     some = "".join(f"mmqc_by_rows.Part{part}, " for part in parts)
-    args = [repr(device), repr(x), repr(scale), f"({some})", *(f"mmqc_by_rows.After{a}" for a in after)]
-    return f"mmqc_by_rows.expect({', '.join(args)})"
+    return f"{device!r}, {x!r}, {scale!r}, ({some})"
 
 
 def _columns(linears: Sequence[Linear]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:

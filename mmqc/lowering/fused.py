@@ -36,12 +36,12 @@ def lower_scaled_matmuls(
     """A list of tensors."""
     if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, w_q, w_scale, bias, out_dtype):
         return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
+    integer: list[TensorBox | None] = [*group_scale] if group_scale else [None] * len(w_q)
+    if takes_kernel(x_q) and group_size and not on_cuda().group_is_called(x_q, w_q, w_scale, bias, out_dtype, integer, group_size):
+        return on_cuda().scaled_by_group(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype, integer, group_size)
     if takes_kernel(x_q) and not for_package():
         op = mmqc_ops.scaled_matmuls.default
         return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
-    integer: list[TensorBox | None] = [*group_scale] if group_scale else [None] * len(w_q)
-    if takes_kernel(x_q) and group_size:
-        return on_cuda().scaled_by_group(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype, integer, group_size)
     return [
         lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
         for w, s, b, t in zip(w_q, w_scale, bias, integer, strict=True)

@@ -1,7 +1,7 @@
 """The ops on CUDA as launches in the generated code: those of the kernels' plans, for each regime of rows.
 
     scaled            scaled_matmul(s)
-    scaled_by_group   the same with scales of groups, in packages
+    scaled_by_group   the same with scales of groups
     with_epilogue     scaled_matmul_epilogue
     weight_only       weight_only_matmul(s)
 
@@ -12,7 +12,7 @@ Each returns None where no kernel takes the operands: then the op is lowered as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,24 @@ def scaled(
     return _shaped(linears, rows)
 
 
+def group_is_called(
+    x_q: TensorBox,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    out_dtype: torch.dtype,
+    group_scale: Sequence[TensorBox | None],
+    group_size: int,
+) -> bool:
+    """Whether ``scaled_matmuls`` itself is called, with scales of groups."""
+    x = rows_of(x_q)
+    caller = matmul_caller(x.shape[0])
+    if not caller.gluon:
+        return False
+    linears = _with_groups(_shapes(x.shape[0], w_q, w_scale, bias, out_dtype), group_scale, shape_of)
+    return any(product.is_gluon for product in group_kernel.plan(x, linears, group_size, caller))
+
+
 def scaled_by_group(
     x_q: TensorBox,
     w_q: Sequence[TensorBox],
@@ -126,15 +144,21 @@ def scaled_by_group(
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
     m, scales = x.shape[0], row_scale(x_scale, visual, rows)
-    plain = _linears(m, w_q, w_scale, bias, out_dtype)
-    groups: list[Any] = [None if t is None else Operand(t) for t in group_scale]
-    linears = [linear._replace(group_scale=t) for linear, t in zip(plain, groups, strict=True)]
-    for planned, runs in regimes(m):
+    linears = _with_groups(_linears(m, w_q, w_scale, bias, out_dtype), group_scale, Operand)
+    up_to = by_rows.group_bound(x)
+    for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
-        products = of_any_rows(group_kernel.plan(given, linears, group_size, matmul_caller(m, runs)), m, planned)
+        products = of_any_rows(group_kernel.plan(given, linears, group_size, matmul_caller(m, runs)), m, planned, up_to)
         launches = group_kernel.launches(given, linears, scales, group_size, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
         emit_all(launches, m, planned, runs)
+    if up_to is not None:
+        by_rows.by_group(x, linears, scales, visual if visual is None else scales.rows, group_size, up_to)  # type: ignore[arg-type]
     return _shaped(linears, rows)
+
+
+def _with_groups(linears: Sequence[Any], group_scale: Sequence[TensorBox | None], operand: Callable[[TensorBox], Any]) -> list[Any]:
+    pairs = zip(linears, group_scale, strict=True)
+    return [linear._replace(group_scale=None if t is None else operand(t)) for linear, t in pairs]
 
 
 def epilogue_is_called(

@@ -160,12 +160,13 @@ def lower_scaled_matmul(
     """Integer product, then pointwise IR in the order of the formula."""
     if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, [w_q], [w_scale], [bias], out_dtype):
         return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
+    if takes_kernel(x_q) and group_size:
+        linear, groups = ([w_q], [w_scale], [bias]), ([group_scale], group_size)
+        if not on_cuda().group_is_called(x_q, *linear, out_dtype, *groups):
+            return on_cuda().scaled_by_group(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype, *groups)[0]
     if takes_kernel(x_q) and not for_package():
         op = torch.ops.mmqc.scaled_matmul.default
         return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
-    if takes_kernel(x_q) and group_size:
-        linear = [w_q], x_scale, [w_scale], [bias], visual, out_dtype, [group_scale], group_size
-        return on_cuda().scaled_by_group(x_q, *linear)[0]
     rows = list(x_q.get_size()[:-1])
     n, k = static_int(w_q.get_size()[0]), static_int(x_q.get_size()[-1])
     size = [*rows, n]

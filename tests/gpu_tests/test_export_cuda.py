@@ -7,8 +7,9 @@ import torch
 
 import mmqc
 from mmqc import recipes
-from mmqc.aot.sensitivity import moved, relative_error, within
+from mmqc.aot.sensitivity import ROUNDED, moved, relative_error, within
 from mmqc.config import QuantConfig
+from mmqc.lowering import package
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # two minutes each
 
@@ -34,3 +35,18 @@ def test_export__the_whole_forward(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             error = relative_error(run(**batch), model(**batch).logits)
         assert error < (1e-4 if name in PLAIN else within(moved(lambda **b: model(**b).logits, batch, model)))
+
+
+def test_package__of_more_rows_than_it_was_exported_with(tmp_path: Path) -> None:
+    """Of 257 rows this product's sums are split over programs, which have memory for parts of so many."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5120, 1280), torch.nn.Linear(1280, 64)).cuda().eval()  # the last one is the head
+    inputs = [torch.randn(rows, 5120, device="cuda") for rows in (96, 7, 257, 3600, 25_600)]
+    mmqc.quantize_(model, recipes.rtn(4, 8), calibration=[{"input": inputs[0]}], progress=False)
+    program = torch.export.export(model, (), {"input": inputs[0]}, dynamic_shapes={"input": {0: torch.export.Dim.DYNAMIC}})
+    files = package.compile_program(program, as_eager=False, metadata={})
+    package.write_package(tmp_path / "linears.pt2", {"linears": files})
+    run = package.load_program(tmp_path / "linears.pt2", "linears")
+    for x in inputs:
+        with torch.no_grad():
+            assert relative_error(run(input=x), model(x)) < ROUNDED, len(x)

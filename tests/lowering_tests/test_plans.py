@@ -319,34 +319,47 @@ def grouped_case(n: int, k: int, bits: int, form: str, widths: tuple[int, ...]) 
             return [x, w, x_scale, [new((n, math.ceil(k / 128)), FLOAT) for n in widths], *rest, None, 128]
         return [x, w, x_scale, w_scale, *rest, [new((n, math.ceil(k / 128)), integer) for n in widths], 128]
 
-    def in_package(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: Any, *groups: Any) -> Any:
-        group_scale, size = groups
-        return lowered.scaled_by_group(x, w, x_scale, w_scale, bias, visual, dtype, group_scale or [None] * len(w), size)
+    def in_graph(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: Any, *groups: Any) -> Any:
+        integer, size = groups[0] or [None] * len(w), groups[1]
+        if lowered.group_is_called(x, w, w_scale, bias, dtype, integer, size):
+            return CALLED
+        return lowered.scaled_by_group(x, w, x_scale, w_scale, bias, visual, dtype, integer, size)
 
-    return Case(on_cuda.scaled_matmuls, in_package, operands)
+    return Case(on_cuda.scaled_matmuls, in_graph, operands)
 
 
 @pytest.mark.parametrize("form", ["float", "int8", "int32"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_plans__a_package_launches_scales_of_groups(
-    bits: int, form: str, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What an eager call does, by kernels that Python need not choose; of any number of rows none that is written out in vain."""
+def test_plans__scales_of_groups(bits: int, form: str, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without groups: a graph launches or calls what an eager call launches, a package what Python need not choose."""
+    shapes = tuned(f"scaled_int{bits}_group", f"scaled_int{bits}_group_float")
+    cases = [(m, grouped_case(n, k, bits, form, widths)) for m, n, k in shapes for widths in ((n,), (n, 512))]
+    for i, (m, case) in enumerate(cases):
+        eager, graph = case.run(found, m, False), case.run(found, m, True)
+        wanted = [(None, CALLED)] if in_gluon(eager) else [(m, launch) for _, launch in eager]
+        assert graph == wanted, (i, m)
+        *few, (planned, (function, args, once)) = case.run(found, ROWS, True)
+        assert (planned, function) == (CALLS_ABOVE, by_rows.by_group)
+        compare_few(case, few, found)
+        compare_call(case, function, args, found, graph_launch.REGIMES[-1])
+        if i % 12 == 0:
+            compare_kernels(case, expected(once), found)
     monkeypatch.setattr(graph_launch, "for_package", lambda: True)
-    for m, n, k in tuned(f"scaled_int{bits}_group", f"scaled_int{bits}_group_float"):
-        for widths in ((n,), (n, 512)):
-            case = grouped_case(n, k, bits, form, widths)
-            eager, graph = case.run(found, m, False), case.run(found, m, True)
-            assert graph, (m, n, k)
-            assert not in_gluon(graph)
-            if not in_gluon(eager):
-                assert [launch for _, launch in graph] == [launch for _, launch in eager], (m, n, k)
-            any_rows = case.run(found, ROWS, True)
-            assert {planned for planned, _ in any_rows} == {*graph_launch.REGIMES, graph_launch.MANY}
-            assert not any(launch[0].startswith("unpack") for _, launch in any_rows)
-            for last in graph_launch.REGIMES:
-                eager = [launch for _, launch in case.run(found, last, False) if launch[0].startswith("group")]
-                assert [normal(launch, last) for planned, launch in any_rows if planned == last] == eager
+    monkeypatch.setattr(lowered_by_rows, "has_python", lambda: False)
+    for m, case in cases:
+        assert not in_gluon(case.run(found, m, True))
+        *few, (planned, many) = case.run(found, ROWS, True)
+        assert planned == graph_launch.MANY
+        assert many[0].startswith("group_scaled")
+        compare_few(case, [launch for launch in few if launch[0] != planned], found)
+
+
+def compare_few(case: Case, graph: list[tuple[Any, Any]], found: list[tuple[Any, Any]]) -> None:
+    """Every regime of few rows launches what an eager call of its last row does."""
+    assert {planned for planned, _ in graph} == set(graph_launch.REGIMES)
+    for last in graph_launch.REGIMES:
+        eager = [launch for _, launch in case.run(found, last, False)]
+        assert [normal(launch, last) for planned, launch in graph if planned == last] == eager
 
 
 @pytest.mark.parametrize("name", ["scaled int4", "epilogue int4", "weight_only int4", "grouped"])

@@ -1,8 +1,9 @@
 """Linears of a number of rows that is known when they run: what the ops would launch, without the way through PyTorch's dispatcher.
 
-    scaled, with_epilogue,
+    scaled, by_group, with_epilogue,
     weight_only               called by generated code for any number of rows, where there are more than a few (lowering/by_rows.py)
-    expect, expect_bytes      called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
+    expect, expect_groups,
+    expect_bytes              called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
 
 The choice is the eager one (``plan``), so a compiled graph gives what the ops give, to the bit.
 """
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmqc.kernels.matmul import group_scaled_matmul as group_kernel
 from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.shared import compile_ahead
-from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS
+from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, ceil_div
 from mmqc.kernels.shared.launch import Launch, Shape
 from mmqc.kernels.shared.repeated_launch import repeat
 from mmqc.kernels.shared.row_scale import VISUAL, RowScale, row_scale
@@ -31,6 +33,7 @@ from mmqc.kernels.shared.split_k import Workspace
 # are compiled for a multiple of 16 differ by the tuned number of rows.
 SAMPLE = (*range(WARPGROUP_ROWS + 64, 8193, 64), *range(8192 + 128, 16385, 128), 1023, 2047, 4095, 8191, 16383)
 SAMPLE_PACKED = (32, 64, 128, 256, 512)  # below those, of packed weights
+SAMPLE_GROUPS = (320, 384, 448, 512, *SAMPLE)
 SAMPLE_BYTES = (32, 64, 128, 256)  # of all that come there
 
 
@@ -46,6 +49,20 @@ def scaled(
         return scaled_kernel.launches(x, linears, rows, scaled_kernel.plan(x, linears), new=new, work=work)
 
     repeat((site, x.shape[0]), _present(x, x_scale, visual, *w, *w_scale, *bias, *y), choose)
+
+
+def by_group(
+    site: str, x: Tensor, x_scale: Tensor, visual: Tensor | None, w: Sequence[Tensor], w_scale: Sequence[Tensor],
+    bias: Sequence[Tensor | None], y: Sequence[Tensor], groups: Sequence[Tensor | None], group_size: int,
+) -> None:
+    """Fill every y of linears with scales of groups: w_scale [N, K/g], or integers in ``groups``."""
+
+    def choose(new: Any, work: Workspace) -> Iterable[Launch]:
+        linears = [Linear(*parts) for parts in zip(w, w_scale, bias, y, groups, strict=True)]
+        rows = row_scale(x_scale, x.shape[0], visual)
+        return group_kernel.launches(x, linears, rows, group_size, group_kernel.plan(x, linears, group_size), new=new, work=work)
+
+    repeat((site, x.shape[0]), _present(x, x_scale, visual, *w, *w_scale, *bias, *y, *groups), choose)
 
 
 def with_epilogue(
@@ -127,6 +144,13 @@ def expect_bytes(device: int, x: tuple[torch.dtype, int], parts: Sequence[Part],
     _expect_once(device, byte_kernels_of, x, tuple(parts), scale)
 
 
+def expect_groups(
+    device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], integer: torch.dtype | None, group_size: int
+) -> None:
+    """The same for ``by_group``, with integer scales of a dtype or with float ones."""
+    _expect_once(device, group_kernels_of, x, scale, tuple(parts), integer, group_size)
+
+
 def _expect_once(device: int, launches: Callable[..., Iterator[Launch]], *args: Any) -> None:
     known = device, launches, *args
     if known not in _expected:
@@ -164,6 +188,24 @@ def kernels_of(
             epilogue = Epilogue(after.activation, after.dtype, codes, after.bits, low)
             products = epilogue_kernel.plan(given, some, epilogue.dtype)
             yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=shape_of, work=shapes_of)
+
+
+def group_kernels_of(
+    device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], integer: torch.dtype | None,
+    group_size: int,
+) -> Iterator[Launch]:
+    """Every launch for the rows of SAMPLE_GROUPS, of ``Shape``s."""
+    (dtype, k), scales = x, _scales(scale, device)
+    for m in SAMPLE_GROUPS:
+        given: Any = Shape((m, k), dtype, device)
+        some = [_with_groups(linear_of(part, m, device), ceil_div(k, group_size), integer) for part in parts]
+        products = group_kernel.plan(given, some, group_size)
+        yield from group_kernel.launches(given, some, scales, group_size, products, new=shape_of, work=shapes_of)
+
+
+def _with_groups(linear: Any, count: int, integer: torch.dtype | None) -> Any:
+    groups = Shape((linear.w.shape[0], count), integer or torch.float32, linear.w.device)
+    return linear._replace(scale=groups) if integer is None else linear._replace(group_scale=groups)
 
 
 def _scales(kind: int, device: torch.device) -> Any:
