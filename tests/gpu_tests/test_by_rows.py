@@ -42,6 +42,20 @@ def scaled(bits: int, visual: bool) -> Callable[..., Any]:
     return f
 
 
+def grouped(bits: int, integer: torch.dtype | None) -> Callable[..., Any]:
+    w, s, b = weights(bits, 2)
+    x_scale, shape = torch.rand(1, device="cuda"), [(len(part), K // 128) for part in w]
+    if integer is None:
+        s, groups = [torch.rand(size, device="cuda") / 1e3 for size in shape], None
+    else:
+        groups = [torch.randint(1, 8, size, dtype=integer, device="cuda") for size in shape]
+
+    def f(x: Tensor, mask: Tensor) -> Any:
+        return ops.scaled_matmuls(x, w, x_scale, s, b, None, bits, torch.bfloat16, groups, 128)
+
+    return f
+
+
 def gated(bits: int) -> Callable[..., Any]:
     (w, _), (s, _) = (part[:2] for part in weights(bits, 2)[:2])
     x_scale, after = torch.rand(1, device="cuda") / 1e2, torch.rand(1, device="cuda")
@@ -77,6 +91,9 @@ CASES = {
     "w8": lambda: scaled(8, False),
     "w4": lambda: scaled(4, False),
     "w4, a scale per modality": lambda: scaled(4, True),
+    "w4, integers of 8 bits a group": lambda: grouped(4, torch.int8),
+    "w8, integers of 32 bits a group": lambda: grouped(8, torch.int32),
+    "w4, scales of groups": lambda: grouped(4, None),
     "w8, gate": lambda: gated(8),
     "w4, gate": lambda: gated(4),
     "w8, codes": lambda: activated(8),
@@ -92,13 +109,14 @@ def test_by_rows__equals_the_op(case: str) -> None:
     compiled = torch.compile(f, backend="inductor", dynamic=True, fullgraph=True)
     repeated_launch._chosen.clear()
     few, most = (16, 256) if case.startswith("bytes") else (512 if case.startswith("w8") else 16, max(ROWS))
+    few = 256 if "group" in case else few
     coming = [rows for rows in ROWS if rows <= most]  # of more bytes the op writes the weight out, and rounds it
     for turn in range(2):  # what was chosen in the first is repeated in the second, on other tensors
         for rows in coming:
             x, mask = codes(rows, K), torch.rand(rows, device="cuda") < 0.5
             got, want = compiled(x, mask), f(x, mask)
             for a, b in zip(*([y] if isinstance(y, Tensor) else y for y in (got, want)), strict=True):
-                if case == "w4, gate":  # as parts, and what is behind them is Inductor's own
+                if case in ("w4, gate", "w4, scales of groups"):  # in parts: what is behind is Inductor's own, sums in other orders
                     few_differ(a, b, 1e-3)
                 else:
                     assert torch.equal(a, b), (turn, rows)
