@@ -58,7 +58,7 @@ def by_group(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Oper
     w, w_scale, bias, y = _columns(linears)
     args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
     groups = [box_of(linear.group_scale) for linear in linears]
-    expected = f"mmqc_by_rows.expect_groups({_first(site)}, {site[-2]!r}, {group_size})"
+    expected = f"mmqc_by_rows.expect_groups({_in_words(site)}, {site[-2]!r}, {group_size})"
     call(by_rows.by_group, (*args, groups, group_size), y, more_than(x.shape[0], up_to), expected)
 
 
@@ -119,10 +119,11 @@ def _site(x: Operand, linears: Sequence[Linear], scales: RowScale, *after: After
 
 def _expected(site: tuple[Any, ...]) -> str:
     """The line that asks for the kernels, where the generated code is loaded."""
-    return f"mmqc_by_rows.expect({', '.join([_first(site), *(f'mmqc_by_rows.After{a}' for a in site[4:])])})"
+    return f"mmqc_by_rows.expect({', '.join([_in_words(site), *(f'mmqc_by_rows.After{a}' for a in site[4:])])})"
 
 
-def _first(site: tuple[Any, ...]) -> str:
+def _in_words(site: tuple[Any, ...]) -> str:
+    """What every ``expect`` is told first."""
     device, x, scale, parts, *_ = site
     some = "".join(f"mmqc_by_rows.Part{part}, " for part in parts)
     return f"{device!r}, {x!r}, {scale!r}, ({some})"
