@@ -256,24 +256,20 @@ class _Job:
     @property
     def bound(self) -> float:
         """The largest relative error of a batch's logits."""
-        return self._bound if self._bound is not None else self.beside_itself
+        return self._bound(lambda: self.moves)
 
     @property
     def bound_of_a_token(self) -> float:
         """The largest relative error of a token's logits, which is what prefill and decode return."""
-        return self._bound if self._bound is not None else self.token_beside_itself
+        return self._bound(lambda: self.token_moves)
 
-    @property
-    def _bound(self) -> float | None:
-        """None: as far as the model's own logits move, where types or another device's sums round."""
+    def _bound(self, moves: Callable[[], float]) -> float:
+        from mmqc.aot import sensitivity
         from mmqc.aot.exportable import rounds
-        from mmqc.aot.sensitivity import ROUNDED
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         quantized = any(rounds(program) for program in self.programs.values()) or _is_quantized(self.model)
-        if dtype in EXACT and not quantized:
-            return EXACT[dtype]
-        return ROUNDED if dtype in EXACT and self.on_cpu else None
+        return sensitivity.bound(dtype, EXACT, moves, rounds=quantized, on_cpu=self.on_cpu)
 
     @functools.cached_property
     def on_cpu(self) -> bool:
@@ -281,15 +277,15 @@ class _Job:
         return all(p.device.type == "cpu" for p in self.model.parameters())
 
     @functools.cached_property
-    def beside_itself(self) -> float:
-        """As far as rounding errors move the model's own logits, and some room."""
+    def moves(self) -> float:
+        """How far rounding errors move the model's own logits."""
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import moved
 
         return self._said(moved(Whole(self.model), self.batches[0], self.model), "logits")
 
     @functools.cached_property
-    def token_beside_itself(self) -> float:
+    def token_moves(self) -> float:
         """The same of the token that moves the most."""
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import moved_row
@@ -301,10 +297,9 @@ class _Job:
     def _said(self, moves: float, of: str) -> float:
         from mmqc.aot.sensitivity import ROUNDED, within
 
-        bound = within(moves)
-        if bound > ROUNDED:
-            self.say(f"rounding errors move the model's own {of} by {moves:.1e}: compared within {bound:.1e}")
-        return bound
+        if within(moves) > ROUNDED:
+            self.say(f"rounding errors move the model's own {of} by {moves:.1e}: compared within {within(moves):.1e}")
+        return moves
 
 
 def _padded_left(batch: Batch) -> bool:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.end_to_end.quantize_speed import IMAGE
-
 LAYERS = {"8b": 28, "72b": 80, "tiny": 2}
 SIDES = {"8b": 60, "72b": 60, "tiny": 4}  # patches of the image: 840 pixels
 TEXTS: dict[str, dict[str, int]] = {
@@ -58,16 +56,21 @@ def repeat_layers(model: Any, layers: int) -> None:
 
 def image_prompt(model: Any, shape: str) -> dict[str, torch.Tensor]:
     """One image of 840 x 840 pixels, then 17 tokens of text."""
-    side, vision = SIDES[shape], model.config.vision_config
-    ids = torch.cat((torch.full((side * side // 4,), IMAGE), torch.arange(1000, 1017)))[None]
+    return one_image(model, SIDES[shape], SIDES[shape], 17)
+
+
+def one_image(model: Any, down: int, across: int, text: int) -> dict[str, torch.Tensor]:
+    """An image of so many patches, then so many tokens of text."""
+    image, vision = model.config.image_token_id, model.config.vision_config
+    ids = torch.cat((torch.full((down * across // 4,), image), torch.arange(1000, 1000 + text)))[None]
     g = torch.Generator().manual_seed(1)
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     batch = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "pixel_values": torch.randn(side * side, width, generator=g).to(model.dtype),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-        "mm_token_type_ids": (ids == IMAGE).long(),
+        "pixel_values": torch.randn(down * across, width, generator=g).to(model.dtype),
+        "image_grid_thw": torch.tensor([[1, down, across]]),
+        "mm_token_type_ids": (ids == image).long(),
     }
     return {name: value.to(model.device) for name, value in batch.items()}
 

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
+from mmqc.aot import sensitivity
 from mmqc.aot.index_find import ExportError, Reading, find_lengths, find_readings
-from mmqc.aot.sensitivity import ROUNDED, moved, relative_error, within
 from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
 from mmqc.front.handover import RUNNING, Installed, ValueSite, numbers
@@ -325,16 +325,10 @@ class _Check:
         """The model's floats."""
         return list(floats(plain_output(self.model(**batch, **self.constants))))
 
-    def within(self, dtype: torch.dtype, strictly: bool) -> float:
-        """The largest relative error: sums are a CPU's own in another program too, in types that hold them."""
-        if dtype in EXACT and (strictly or not self.rounds):
-            return EXACT[dtype]
-        return ROUNDED if dtype in EXACT and self.on_cpu else self.beside_itself
-
     @functools.cached_property
-    def beside_itself(self) -> float:
-        """As far as rounding errors move the model's own outputs."""
-        return within(moved(self.expected, self.first, self.model))
+    def moves(self) -> float:
+        """How far rounding errors move the model's own outputs."""
+        return sensitivity.moved(self.expected, self.first, self.model)
 
     def verify(self, program: ExportedProgram, batches: list[dict[str, Tensor]], *, strictly: bool = False) -> None:
         """Compare the program with the model on every batch; ``strictly``: although it rounds.
@@ -353,11 +347,12 @@ class _Check:
                 raise ExportError([f"for {sizes} the program fails: {type(error).__name__}: {error}"]) from error
             if [t.shape for t in got] != [t.shape for t in expected]:
                 raise ExportError([f"for {sizes} the program's output has other shapes than the model's"])
-            error = max((relative_error(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
+            error = max((sensitivity.relative_error(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
             logger.info("relative error %.1e for %s", error, sizes)
-            bound = self.within(expected[0].dtype, strictly) if expected else 0.0
-            if not error <= bound:
-                told = f"differs from the model's by {error:.1e}, more than {bound:.0e}"
+            rounds, dtype = self.rounds and not strictly, expected[0].dtype if expected else torch.float64
+            most = sensitivity.bound(dtype, EXACT, lambda: self.moves, rounds=rounds, on_cpu=self.on_cpu)
+            if not error <= most:
+                told = f"differs from the model's by {error:.1e}, more than {most:.0e}"
                 raise ExportError([f"for {sizes} the program's output {told}"])
 
     def admit(self, program: ExportedProgram, batches: list[dict[str, Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
     moved(f, batch, model)  =  max over draws of |f'(x') - f(x)| / |f(x)|        x' = x (1 + ε), and so what modules return
     moved_row               the same of the row of logits that moves the most: a token's
-    within(moved)           as far as two forms of the model may be apart
+    bound, within           as far as two forms of the model may be apart
 
 A model in half precision is rounded at every operation, and one that rounds activations moves by steps: a code on the other side
 of a tie may be a percent of the logits in 8 bits, tens of percent in 4 (docs/explanation/export.md), and more of one token's.  A
@@ -38,8 +38,25 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def within(moves: float) -> float:
-    """The largest relative error that a comparison admits."""
+    """As far as two forms of a model that moves so far may be apart."""
     return max(ROUNDED, min(MOST, MOVES * moves))
+
+
+def bound(
+    dtype: torch.dtype, exact: Mapping[torch.dtype, float], moves: Callable[[], float], *, rounds: bool, on_cpu: bool
+) -> float:
+    """The largest relative error that a comparison admits.
+
+    Args:
+        dtype: of the outputs.
+        exact: errors of sums in other orders, by the types that hold them.
+        moves: how far the model moves by itself; asked where that decides.
+        rounds: whether the model rounds activations.
+        on_cpu: whether sums are in the model's own order, so that few codes of such a model flip.
+    """
+    if dtype in exact and not rounds:
+        return exact[dtype]
+    return ROUNDED if dtype in exact and on_cpu else within(moves())
 
 
 def moved(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | None = None) -> float:
@@ -65,7 +82,8 @@ def _moves(outputs: Outputs, batch: Mapping[str, Tensor], model: nn.Module | Non
     for _ in range(DRAWS):
         near: dict[str, Any] = {n: x if "mask" in n else rounding.of(x) for n, x in batch.items()}
         with rounding.inside(model):
-            yield from zip(_several(outputs(**near)), expected, strict=True)
+            found = _several(outputs(**near))
+        yield from zip(found, expected, strict=True)
 
 
 def _several(found: Tensor | Sequence[Tensor]) -> list[Tensor]:

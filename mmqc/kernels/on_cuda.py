@@ -97,10 +97,7 @@ def scaled_matmuls(
     ys, flat = _results(x_q, w_q, out_dtype)
     rows = row_scale(x_scale.float(), flat[0].shape[0], _mask(visual, x_q))
     linears = [Linear(w, s, b, y, t) for (w, s, b, t), y in zip(operands, flat, strict=True)]
-    if group_size:
-        group_scaled_kernel.multiply(x_rows, linears, rows, group_size)
-    else:
-        scaled_kernel.multiply(x_rows, linears, rows)
+    group_scaled_kernel.multiply(x_rows, linears, rows, group_size)
     return ys
 
 

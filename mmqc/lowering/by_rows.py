@@ -1,9 +1,7 @@
 """Linears of more than some rows, of a number that is known when they run: a call that chooses by it (kernels/matmul/by_rows.py).
 
 bound(x, linears)            rows up to which a graph for any number has launches of its own; None: for all
-group_bound(x)               the same of linears with scales of groups
-scaled, with_epilogue,
-by_group                     the call for more of them, and the kernels that it may want, compiled meanwhile
+scaled, with_epilogue        the call for more of them, and the kernels that it may want, compiled meanwhile
 weight_only                  the call for ``between`` few and many
 """
 
@@ -16,7 +14,7 @@ from typing import Any
 from sympy import Expr
 
 from mmqc.kernels.matmul import by_rows, scaled_matmul, weight_only_matmul
-from mmqc.kernels.matmul.by_rows import After, Part
+from mmqc.kernels.matmul.by_rows import After, Groups, Part
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
 from mmqc.kernels.matmul.linears import Linear
 from mmqc.kernels.shared.device_facts import WARPGROUP_ROWS, has_warpgroup_products
@@ -27,39 +25,23 @@ from mmqc.lowering.launch import REGIMES, Operand, box_of, more_than, no_more_th
 from mmqc.lowering.python_call import call, has_python
 
 
-def bound(x: Operand, linears: Sequence[Linear]) -> int | None:
+def bound(x: Operand, linears: Sequence[Linear], group_size: int = 0) -> int | None:
     """Rows up to which a graph has launches of its own; None where it has them for every number."""
     given: Any = x
-    return _may_call(x, packed_matmul.FEW if scaled_matmul.stays_packed(given, linears) else WARPGROUP_ROWS)
-
-
-def group_bound(x: Operand) -> int | None:
-    """As ``bound``: more rows multiply codes times scales, or weights that are written out."""
-    return _may_call(x, REGIMES[-1])
-
-
-def _may_call(x: Operand, up_to: int) -> int | None:
+    up_to = packed_matmul.FEW if scaled_matmul.stays_packed(given, linears) else WARPGROUP_ROWS
+    up_to = REGIMES[-1] if group_size else up_to  # more multiply codes times scales, or weights that are written out
     known = not isinstance(x.shape[0], Expr) or at_most(x.shape[0], up_to)
     return None if known or not has_python() or not has_warpgroup_products(x.device) else up_to
 
 
-def scaled(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operand | None, up_to: int) -> None:
+def scaled(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operand | None, up_to: int, group_size: int = 0) -> None:
     """``scaled_matmuls`` of more rows than ``up_to``, which ``bound`` gave."""
-    site = _site(x, linears, scales)
+    integer, groups = linears[0].group_scale, [box_of(linear.group_scale) for linear in linears]
+    known = Groups(None if integer is None else integer.dtype, group_size) if group_size else None
+    site = _site(x, linears, scales, groups=known)
     w, w_scale, bias, y = _columns(linears)
-    args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
+    args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y, groups, group_size)
     call(by_rows.scaled, args, y, more_than(x.shape[0], up_to), _expected(site))
-
-
-def by_group(x: Operand, linears: Sequence[Linear], scales: RowScale, mask: Operand | None, group_size: int, up_to: int) -> None:
-    """``scaled_matmuls`` with scales of groups, of more rows than ``up_to``, which ``group_bound`` gave."""
-    integer = linears[0].group_scale
-    site = (*_site(x, linears, scales), None if integer is None else integer.dtype, group_size)
-    w, w_scale, bias, y = _columns(linears)
-    args = (str(site), x.box, box_of(scales.scale), box_of(mask), w, w_scale, bias, y)
-    groups = [box_of(linear.group_scale) for linear in linears]
-    expected = f"mmqc_by_rows.expect_groups({_in_words(site)}, {site[-2]!r}, {group_size})"
-    call(by_rows.by_group, (*args, groups, group_size), y, more_than(x.shape[0], up_to), expected)
 
 
 def with_epilogue(
@@ -111,22 +93,22 @@ def _part(linear: Linear) -> Part:
     return Part(w.shape[0], w.shape[1], w.dtype, None if b is None else b.dtype, y.dtype)
 
 
-def _site(x: Operand, linears: Sequence[Linear], scales: RowScale, *after: After) -> tuple[Any, ...]:
+def _site(
+    x: Operand, linears: Sequence[Linear], scales: RowScale, after: After | None = None, groups: Groups | None = None
+) -> tuple[Any, ...]:
     """What the choice of launches depends on beside the rows: the arguments of ``expect``."""
     parts = tuple(tuple(_part(linear)) for linear in linears)
-    return x.device.index or 0, (x.dtype, x.shape[1]), scales.kind, parts, *map(tuple, after)
+    return x.device.index or 0, (x.dtype, x.shape[1]), scales.kind, parts, after and tuple(after), groups and tuple(groups)
 
 
 def _expected(site: tuple[Any, ...]) -> str:
     """The line that asks for the kernels, where the generated code is loaded."""
-    return f"mmqc_by_rows.expect({', '.join([_in_words(site), *(f'mmqc_by_rows.After{a}' for a in site[4:])])})"
-
-
-def _in_words(site: tuple[Any, ...]) -> str:
-    """What every ``expect`` is told first."""
-    device, x, scale, parts, *_ = site
+    device, x, scale, parts, after, groups = site
     some = "".join(f"mmqc_by_rows.Part{part}, " for part in parts)
-    return f"{device!r}, {x!r}, {scale!r}, ({some})"
+    args = [repr(device), repr(x), repr(scale), f"({some})"]
+    args += [f"after=mmqc_by_rows.After{after}"] if after else []
+    args += [f"groups=mmqc_by_rows.Groups{groups}"] if groups else []
+    return f"mmqc_by_rows.expect({', '.join(args)})"
 
 
 def _columns(linears: Sequence[Linear]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:

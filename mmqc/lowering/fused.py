@@ -12,7 +12,7 @@ import torch
 
 from mmqc.lowering.hadamard import lower_hadamard, takes_transform
 from mmqc.lowering.hadamard import on_cuda as rows_on_cuda
-from mmqc.lowering.inductor import TensorBox, call_kernel, convert, for_package, lowerings, register_lowering
+from mmqc.lowering.inductor import TensorBox, call_kernel, convert, lowerings, register_lowering
 from mmqc.lowering.quantize import checked_code, lower_quantize
 from mmqc.lowering.scaled_matmul import lower_scaled_matmul, on_cuda, takes_kernel
 from mmqc.lowering.weight_only_matmul import lower_weight_only_matmul
@@ -34,17 +34,14 @@ def lower_scaled_matmuls(
     group_size: int = 0,
 ) -> Any:
     """A list of tensors."""
-    if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, w_q, w_scale, bias, out_dtype):
-        return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype)
-    integer: list[TensorBox | None] = [*group_scale] if group_scale else [None] * len(w_q)
-    if takes_kernel(x_q) and group_size and not on_cuda().group_is_called(x_q, w_q, w_scale, bias, out_dtype, integer, group_size):
-        return on_cuda().scaled_by_group(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype, integer, group_size)
-    if takes_kernel(x_q) and not for_package():
+    if takes_kernel(x_q):
+        if not on_cuda().scaled_is_called(x_q, w_q, w_scale, bias, out_dtype, group_scale, group_size):
+            return on_cuda().scaled(x_q, w_q, x_scale, w_scale, bias, visual, out_dtype, group_scale, group_size)
         op = mmqc_ops.scaled_matmuls.default
         return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
     return [
         lower_scaled_matmul(x_q, w, x_scale, s, b, visual, weight_bits, out_dtype, t, group_size)
-        for w, s, b, t in zip(w_q, w_scale, bias, integer, strict=True)
+        for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True)
     ]
 
 

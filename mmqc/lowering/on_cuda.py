@@ -1,7 +1,6 @@
 """The ops on CUDA as launches in the generated code: those of the kernels' plans, for each regime of rows.
 
     scaled            scaled_matmul(s)
-    scaled_by_group   the same with scales of groups
     with_epilogue     scaled_matmul_epilogue
     weight_only       weight_only_matmul(s)
 
@@ -12,13 +11,12 @@ Each returns None where no kernel takes the operands: then the op is lowered as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mmqc.kernels.matmul import group_scaled_matmul as group_kernel
-from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
@@ -34,14 +32,19 @@ aten = torch.ops.aten
 
 
 def _linears(
-    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], dtype: torch.dtype
+    m: Any,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    dtype: torch.dtype,
+    group_scale: Sequence[TensorBox] | None = None,
 ) -> list[Any]:
     """Operands of every linear, and memory for its y [M, N]."""
     parts = []
-    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+    for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True):
         weight = Operand(w)
         y = Operand.new((m, weight.shape[0]), dtype, weight.device)
-        parts.append(Linear(weight, Operand(s), None if b is None else Operand(b), y))  # type: ignore[arg-type]
+        parts.append(Linear(weight, Operand(s), None if b is None else Operand(b), y, None if t is None else Operand(t)))  # type: ignore[arg-type]
     return parts
 
 
@@ -60,14 +63,20 @@ def row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -
 
 
 def _shapes(
-    m: Any, w_q: Sequence[TensorBox], w_scale: Sequence[TensorBox], bias: Sequence[TensorBox | None], dtype: torch.dtype
+    m: Any,
+    w_q: Sequence[TensorBox],
+    w_scale: Sequence[TensorBox],
+    bias: Sequence[TensorBox | None],
+    dtype: torch.dtype,
+    group_scale: Sequence[TensorBox] | None = None,
 ) -> list[Any]:
     """As ``_linears``, for a plan alone."""
     found = []
-    for w, s, b in zip(w_q, w_scale, bias, strict=True):
+    for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True):
         weight = shape_of(w)
         y: Any = Shape((m, weight.shape[0]), dtype, weight.device)
-        found.append(Linear(weight, shape_of(s), None if b is None else shape_of(b), y))
+        parts = shape_of(s), None if b is None else shape_of(b), y, None if t is None else shape_of(t)
+        found.append(Linear(weight, *parts))
     return found
 
 
@@ -77,12 +86,14 @@ def scaled_is_called(
     w_scale: Sequence[TensorBox],
     bias: Sequence[TensorBox | None],
     out_dtype: torch.dtype,
+    group_scale: Sequence[TensorBox] | None = None,
+    group_size: int = 0,
 ) -> bool:
     """Whether ``scaled_matmuls`` itself is called."""
     x = rows_of(x_q)
     caller = matmul_caller(x.shape[0])
-    linears = _shapes(x.shape[0], w_q, w_scale, bias, out_dtype) if caller.gluon else []
-    return caller.gluon and any(product.is_gluon for product in scaled_kernel.plan(x, linears, caller))
+    linears = _shapes(x.shape[0], w_q, w_scale, bias, out_dtype, group_scale) if caller.gluon else []
+    return caller.gluon and any(product.is_gluon for product in group_kernel.plan(x, linears, group_size, caller))
 
 
 def scaled(
@@ -93,72 +104,25 @@ def scaled(
     bias: Sequence[TensorBox | None],
     visual: TensorBox | None,
     out_dtype: torch.dtype,
+    group_scale: Sequence[TensorBox] | None = None,
+    group_size: int = 0,
 ) -> list[TensorBox]:
     """``scaled_matmuls``."""
     rows = list(x_q.get_size()[:-1])
     x = Operand.matrix(x_q)
     m = x.shape[0]
-    linears = _linears(m, w_q, w_scale, bias, out_dtype)
-    scales = row_scale(x_scale, visual, rows)
-    up_to = by_rows.bound(x, linears)
-    for planned, runs in regimes(m, up_to):
-        given: Any = x.of(planned)
-        products = of_any_rows(scaled_kernel.plan(given, linears, matmul_caller(m, runs)), m, planned, up_to)
-        launches = scaled_kernel.launches(given, linears, scales, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
-        emit_all(launches, m, planned, runs)
-    if up_to is not None:
-        by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows, up_to)  # type: ignore[arg-type]
-    return _shaped(linears, rows)
-
-
-def group_is_called(
-    x_q: TensorBox,
-    w_q: Sequence[TensorBox],
-    w_scale: Sequence[TensorBox],
-    bias: Sequence[TensorBox | None],
-    out_dtype: torch.dtype,
-    group_scale: Sequence[TensorBox | None],
-    group_size: int,
-) -> bool:
-    """Whether ``scaled_matmuls`` itself is called, with scales of groups."""
-    x = rows_of(x_q)
-    caller = matmul_caller(x.shape[0])
-    if not caller.gluon:
-        return False
-    linears = _with_groups(_shapes(x.shape[0], w_q, w_scale, bias, out_dtype), group_scale, shape_of)
-    return any(product.is_gluon for product in group_kernel.plan(x, linears, group_size, caller))
-
-
-def scaled_by_group(
-    x_q: TensorBox,
-    w_q: Sequence[TensorBox],
-    x_scale: TensorBox,
-    w_scale: Sequence[TensorBox],
-    bias: Sequence[TensorBox | None],
-    visual: TensorBox | None,
-    out_dtype: torch.dtype,
-    group_scale: Sequence[TensorBox | None],
-    group_size: int,
-) -> list[TensorBox]:
-    """``scaled_matmuls`` with scales of groups of ``group_size``: ``w_scale`` [N, K/g], or integers in ``group_scale``."""
-    rows = list(x_q.get_size()[:-1])
-    x = Operand.matrix(x_q)
-    m, scales = x.shape[0], row_scale(x_scale, visual, rows)
-    linears = _with_groups(_linears(m, w_q, w_scale, bias, out_dtype), group_scale, Operand)
-    up_to = by_rows.group_bound(x)
+    linears = _linears(m, w_q, w_scale, bias, out_dtype, group_scale)
+    scales: Any = row_scale(x_scale, visual, rows)
+    up_to = by_rows.bound(x, linears, group_size)
     for planned, runs in regimes(m, up_to):
         given: Any = x.of(planned)
         products = of_any_rows(group_kernel.plan(given, linears, group_size, matmul_caller(m, runs)), m, planned, up_to)
-        launches = group_kernel.launches(given, linears, scales, group_size, products, new=Operand.new, work=workspace)  # type: ignore[arg-type]
+        work: Any = workspace
+        launches = group_kernel.launches(given, linears, scales, group_size, products, new=Operand.new, work=work)
         emit_all(launches, m, planned, runs)
     if up_to is not None:
-        by_rows.by_group(x, linears, scales, visual if visual is None else scales.rows, group_size, up_to)  # type: ignore[arg-type]
+        by_rows.scaled(x, linears, scales, visual if visual is None else scales.rows, up_to, group_size)
     return _shaped(linears, rows)
-
-
-def _with_groups(linears: Sequence[Any], group_scale: Sequence[TensorBox | None], operand: Callable[[TensorBox], Any]) -> list[Any]:
-    pairs = zip(linears, group_scale, strict=True)
-    return [linear._replace(group_scale=None if t is None else operand(t)) for linear, t in pairs]
 
 
 def epilogue_is_called(

@@ -26,7 +26,6 @@ from mmqc.lowering.inductor import (
     call_kernel,
     convert,
     current_node,
-    for_package,
     has_kernel,
     lowerings,
     ops,
@@ -158,13 +157,10 @@ def lower_scaled_matmul(
     group_size: int = 0,
 ) -> TensorBox:
     """Integer product, then pointwise IR in the order of the formula."""
-    if takes_kernel(x_q) and not group_size and not on_cuda().scaled_is_called(x_q, [w_q], [w_scale], [bias], out_dtype):
-        return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype)[0]
-    if takes_kernel(x_q) and group_size:
-        linear, groups = ([w_q], [w_scale], [bias]), ([group_scale], group_size)
-        if not on_cuda().group_is_called(x_q, *linear, out_dtype, *groups):
-            return on_cuda().scaled_by_group(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype, *groups)[0]
-    if takes_kernel(x_q) and not for_package():
+    if takes_kernel(x_q):
+        groups = None if group_scale is None else [group_scale], group_size
+        if not on_cuda().scaled_is_called(x_q, [w_q], [w_scale], [bias], out_dtype, *groups):
+            return on_cuda().scaled(x_q, [w_q], x_scale, [w_scale], [bias], visual, out_dtype, *groups)[0]
         op = torch.ops.mmqc.scaled_matmul.default
         return call_kernel(op, x_q, w_q, x_scale, w_scale, bias, visual, weight_bits, out_dtype, group_scale, group_size)
     rows = list(x_q.get_size()[:-1])

@@ -148,10 +148,10 @@ class Case:
         return [(None, CALLED)] if called is CALLED else list(found)
 
 
-def scaled(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: torch.dtype) -> Any:
-    if lowered.scaled_is_called(x, w, w_scale, bias, dtype):
+def scaled(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: torch.dtype, *groups: Any) -> Any:
+    if lowered.scaled_is_called(x, w, w_scale, bias, dtype, *groups):
         return CALLED
-    return lowered.scaled(x, w, x_scale, w_scale, bias, visual, dtype)
+    return lowered.scaled(x, w, x_scale, w_scale, bias, visual, dtype, *groups)
 
 
 def scaled_case(n: int, k: int, codes: torch.dtype, bits: int, widths: tuple[int, ...]) -> Case:
@@ -160,6 +160,18 @@ def scaled_case(n: int, k: int, codes: torch.dtype, bits: int, widths: tuple[int
     def operands(new: Made, m: Any) -> list[Any]:
         w, s = [new((n, columns), stored) for n in widths], [new((n,), FLOAT) for n in widths]
         return [new((m, k), codes), w, new((1,), FLOAT), s, [None] * len(w), None, bits, BF16]
+
+    return Case(on_cuda.scaled_matmuls, scaled, operands)
+
+
+def grouped_case(n: int, k: int, bits: int, integer: torch.dtype | None, widths: tuple[int, ...]) -> Case:
+    """Scales of groups of 128: float, or integers of a dtype."""
+    plain = scaled_case(n, k, INT8, bits, widths)
+
+    def operands(new: Made, m: Any) -> list[Any]:
+        x, w, x_scale, w_scale, *rest = plain.operands(new, m)
+        scales = [new((n, math.ceil(k / 128)), integer or FLOAT) for n in widths]
+        return [x, w, x_scale, *([scales, *rest, None] if integer is None else [w_scale, *rest, scales]), 128]
 
     return Case(on_cuda.scaled_matmuls, scaled, operands)
 
@@ -232,6 +244,11 @@ def shapes_of(name: str) -> tuple[list[tuple[int, int, int]], Callable[[int, int
         several = [lambda n, k, w=w: scaled_case(n, k, codes, bits, (n, *w)) for w in ((), (512, 512), (64,))]
         last = name.split()[1]
         return tuned(f"scaled_{last}", f"pingpong_{last}", f"packed_{last}"), lambda n, k: [make(n, k) for make in several]
+    if name.startswith("groups"):
+        bits = int(name[-1])
+        forms = [(form, w) for form in (None, INT8, torch.int32) for w in ((), (512,))]
+        cases = lambda n, k: [grouped_case(n, k, bits, form, (n, *w)) for form, w in forms]  # noqa: E731
+        return tuned(f"scaled_int{bits}_group", f"scaled_int{bits}_group_float"), cases
     if name.startswith("epilogue"):
         bits = int(name[-1])
         ways = [(1, False), (1, True), (2, False), (2, True)]
@@ -252,6 +269,8 @@ NAMES = (
     "scaled int8",
     "scaled fp8",
     "scaled int4",
+    "groups int8",
+    "groups int4",
     "epilogue int8",
     "epilogue int4",
     "weight_only int8",
@@ -281,7 +300,7 @@ def test_plans__a_graph_launches_what_an_eager_call_does(name: str, found: list[
                     assert [launch for _, launch in graph if launch[0] != "mm"] == [launch for _, launch in eager], where
 
 
-@pytest.mark.parametrize("name", often(NAMES, "scaled int8"))
+@pytest.mark.parametrize("name", often(NAMES, "scaled int8", "groups int4"))
 def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, found: list[tuple[Any, Any]]) -> None:
     """Few rows as eager calls; many too, where a call knows them, else without what a graph cannot have: weights written out."""
     for i, (n, k) in enumerate(sorted({(n, k) for _, n, k in shapes_of(name)[0]})):
@@ -295,6 +314,7 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
             if name == "mixed":  # one launch, whatever the rows
                 continue
             up_to = packed_matmul.FEW if name.endswith("int4") else CALLS_ABOVE  # from where on a call is faster
+            up_to = graph_launch.REGIMES[-1] if name.startswith("groups") else up_to
             regimes = (*(last for last in graph_launch.REGIMES if last < up_to), up_to) if calls else graph_launch.REGIMES
             assert {planned for planned, _ in graph} == {*regimes, *([] if calls else [graph_launch.MANY])}
             assert not any(launch[0].startswith("unpack") for _, launch in graph)
@@ -308,70 +328,34 @@ def test_plans__any_number_of_rows_has_the_launches_of_every_regime(name: str, f
                     compare_kernels(case, expected(once), found)
 
 
-def grouped_case(n: int, k: int, bits: int, form: str, widths: tuple[int, ...]) -> Case:
-    """Scales of groups of 128: float, or integers of 8 or 32 bits."""
-    integer = {"float": None, "int8": INT8, "int32": torch.int32}[form]
-    plain = scaled_case(n, k, INT8, bits, widths)
-
-    def operands(new: Made, m: Any) -> list[Any]:
-        x, w, x_scale, w_scale, *rest = plain.operands(new, m)
-        if integer is None:
-            return [x, w, x_scale, [new((n, math.ceil(k / 128)), FLOAT) for n in widths], *rest, None, 128]
-        return [x, w, x_scale, w_scale, *rest, [new((n, math.ceil(k / 128)), integer) for n in widths], 128]
-
-    def in_graph(x: Any, w: Any, x_scale: Any, w_scale: Any, bias: Any, visual: Any, bits: int, dtype: Any, *groups: Any) -> Any:
-        integer, size = groups[0] or [None] * len(w), groups[1]
-        if lowered.group_is_called(x, w, w_scale, bias, dtype, integer, size):
-            return CALLED
-        return lowered.scaled_by_group(x, w, x_scale, w_scale, bias, visual, dtype, integer, size)
-
-    return Case(on_cuda.scaled_matmuls, in_graph, operands)
-
-
-@pytest.mark.parametrize("form", ["float", "int8", "int32"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_plans__scales_of_groups(bits: int, form: str, found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without groups: a graph launches or calls what an eager call launches, a package what Python need not choose."""
-    shapes = tuned(f"scaled_int{bits}_group", f"scaled_int{bits}_group_float")
-    cases = [(m, grouped_case(n, k, bits, form, widths)) for m, n, k in shapes for widths in ((n,), (n, 512))]
-    for i, (m, case) in enumerate(cases):
-        eager, graph = case.run(found, m, False), case.run(found, m, True)
-        wanted = [(None, CALLED)] if in_gluon(eager) else [(m, launch) for _, launch in eager]
-        assert graph == wanted, (i, m)
-        *few, (planned, (function, args, once)) = case.run(found, ROWS, True)
-        assert (planned, function) == (CALLS_ABOVE, by_rows.by_group)
-        compare_few(case, few, found)
-        compare_call(case, function, args, found, graph_launch.REGIMES[-1])
-        if i % 12 == 0:
-            compare_kernels(case, expected(once), found)
+@pytest.fixture
+def packed(found: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """As ``found``, of graphs without Python."""
     monkeypatch.setattr(graph_launch, "for_package", lambda: True)
     monkeypatch.setattr(lowered_by_rows, "has_python", lambda: False)
-    for m, case in cases:
-        assert not in_gluon(case.run(found, m, True))
-        *few, (planned, many) = case.run(found, ROWS, True)
-        assert planned == graph_launch.MANY
-        assert many[0].startswith("group_scaled")
-        compare_few(case, [launch for launch in few if launch[0] != planned], found)
+    return found
 
 
-def compare_few(case: Case, graph: list[tuple[Any, Any]], found: list[tuple[Any, Any]]) -> None:
-    """Every regime of few rows launches what an eager call of its last row does."""
-    assert {planned for planned, _ in graph} == set(graph_launch.REGIMES)
-    for last in graph_launch.REGIMES:
-        eager = [launch for _, launch in case.run(found, last, False)]
-        assert [normal(launch, last) for planned, launch in graph if planned == last] == eager
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mixed"])
+def test_plans__a_package_launches_what_python_need_not_choose(name: str, packed: list[tuple[Any, Any]]) -> None:
+    """Of any number of rows nothing that is written out in vain; few rows as eager calls."""
+    shapes, cases = shapes_of(name)
+    for n, k in {(n, k) for _, n, k in shapes}:
+        for case in cases(n, k):
+            assert not in_gluon(case.run(packed, 2048, True))
+            graph = case.run(packed, ROWS, True)
+            assert {planned for planned, _ in graph} == {*graph_launch.REGIMES, graph_launch.MANY}
+            assert not in_gluon(graph)
+            assert not any(launch[0].startswith("unpack") for _, launch in graph)
 
 
-@pytest.mark.parametrize("name", ["scaled int4", "epilogue int4", "weight_only int4", "grouped"])
-def test_plans__no_sum_of_any_number_of_rows_is_split(name: str, found: list[tuple[Any, Any]], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("name", ["scaled int4", "groups int4", "epilogue int4", "weight_only int4"])
+def test_plans__no_sum_of_any_number_of_rows_is_split(name: str, packed: list[tuple[Any, Any]], monkeypatch: Any) -> None:
     """Parts of sums have memory for the rows that a launch was planned for: more of them wrote behind it, in packages."""
     split = configs.MatmulConfig(128, 64, 64, 4, 3, split_k=2, variant="columns")
     monkeypatch.setattr(configs, "config", lambda *shape: split)
-    monkeypatch.setattr(graph_launch, "for_package", lambda: True)
-    for module in (lowered, lowered_by_rows):
-        monkeypatch.setattr(module, "has_python", lambda: False, raising=False)
-    case = grouped_case(1280, 5120, 4, "float", (1280,)) if name == "grouped" else shapes_of(name)[1](1280, 5120)[0]
-    parts = {planned: launch[1][1] if len(launch[1]) > 1 else 1 for planned, launch in case.run(found, ROWS, True)}
+    case = shapes_of(name)[1](1280, 5120)[0]
+    parts = {planned: launch[1][1] if len(launch[1]) > 1 else 1 for planned, launch in case.run(packed, ROWS, True)}
     assert parts == {**dict.fromkeys(graph_launch.REGIMES, 2), graph_launch.MANY: 1}
 
 

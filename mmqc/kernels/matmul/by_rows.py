@@ -1,9 +1,8 @@
 """Linears of a number of rows that is known when they run: what the ops would launch, without the way through PyTorch's dispatcher.
 
-    scaled, by_group, with_epilogue,
+    scaled, with_epilogue,
     weight_only               called by generated code for any number of rows, where there are more than a few (lowering/by_rows.py)
-    expect, expect_groups,
-    expect_bytes              called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
+    expect, expect_bytes      called where that code is loaded: the kernels that may come are compiled, or loaded, meanwhile
 
 The choice is the eager one (``plan``), so a compiled graph gives what the ops give, to the bit.
 """
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mmqc.kernels.matmul import group_scaled_matmul as group_kernel
-from mmqc.kernels.matmul import scaled_matmul as scaled_kernel
 from mmqc.kernels.matmul import scaled_matmul_epilogue as epilogue_kernel
 from mmqc.kernels.matmul import weight_only_matmul as weight_only_kernel
 from mmqc.kernels.matmul.epilogue_tiles import Epilogue
@@ -33,34 +31,20 @@ from mmqc.kernels.shared.split_k import Workspace
 # are compiled for a multiple of 16 differ by the tuned number of rows.
 SAMPLE = (*range(WARPGROUP_ROWS + 64, 8193, 64), *range(8192 + 128, 16385, 128), 1023, 2047, 4095, 8191, 16383)
 SAMPLE_PACKED = (32, 64, 128, 256, 512)  # below those, of packed weights
-SAMPLE_GROUPS = (320, 384, 448, 512, *SAMPLE)
+SAMPLE_GROUPS = (320, 384, 448, 512)  # and of scales of groups
 SAMPLE_BYTES = (32, 64, 128, 256)  # of all that come there
 
 
 def scaled(
     site: str, x: Tensor, x_scale: Tensor, visual: Tensor | None, w: Sequence[Tensor], w_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None], y: Sequence[Tensor],
+    bias: Sequence[Tensor | None], y: Sequence[Tensor], groups: Sequence[Tensor | None], group_size: int,
 ) -> None:
     """Fill every y; ``site`` says everything that the choice depends on, but for the rows of x [M, K]."""
 
     def choose(new: Any, work: Workspace) -> Iterable[Launch]:
-        linears = [Linear(*parts) for parts in zip(w, w_scale, bias, y, strict=True)]
-        rows = row_scale(x_scale, x.shape[0], visual)
-        return scaled_kernel.launches(x, linears, rows, scaled_kernel.plan(x, linears), new=new, work=work)
-
-    repeat((site, x.shape[0]), _present(x, x_scale, visual, *w, *w_scale, *bias, *y), choose)
-
-
-def by_group(
-    site: str, x: Tensor, x_scale: Tensor, visual: Tensor | None, w: Sequence[Tensor], w_scale: Sequence[Tensor],
-    bias: Sequence[Tensor | None], y: Sequence[Tensor], groups: Sequence[Tensor | None], group_size: int,
-) -> None:
-    """Fill every y of linears with scales of groups: w_scale [N, K/g], or integers in ``groups``."""
-
-    def choose(new: Any, work: Workspace) -> Iterable[Launch]:
         linears = [Linear(*parts) for parts in zip(w, w_scale, bias, y, groups, strict=True)]
-        rows = row_scale(x_scale, x.shape[0], visual)
-        return group_kernel.launches(x, linears, rows, group_size, group_kernel.plan(x, linears, group_size), new=new, work=work)
+        rows, products = row_scale(x_scale, x.shape[0], visual), group_kernel.plan(x, linears, group_size)
+        return group_kernel.launches(x, linears, rows, group_size, products, new=new, work=work)
 
     repeat((site, x.shape[0]), _present(x, x_scale, visual, *w, *w_scale, *bias, *y, *groups), choose)
 
@@ -131,9 +115,19 @@ class After(NamedTuple):
     low_w: torch.dtype | None = None
 
 
-def expect(device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None = None) -> None:
+class Groups(NamedTuple):
+    """Scales of groups, likewise: the dtype of integer ones, and a group's channels."""
+
+    integer: torch.dtype | None
+    size: int
+
+
+def expect(
+    device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None = None,
+    groups: Groups | None = None,
+) -> None:
     """Begin to compile what calls with x [*, K] of a dtype, with a kind of scale, may launch."""
-    _expect_once(device, kernels_of, x, scale, tuple(parts), after)
+    _expect_once(device, kernels_of, x, scale, tuple(parts), after, groups)
 
 
 _expected: set[tuple[Any, ...]] = set()
@@ -142,13 +136,6 @@ _expected: set[tuple[Any, ...]] = set()
 def expect_bytes(device: int, x: tuple[torch.dtype, int], parts: Sequence[Part], scale: torch.dtype) -> None:
     """The same for ``weight_only``."""
     _expect_once(device, byte_kernels_of, x, tuple(parts), scale)
-
-
-def expect_groups(
-    device: int, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], integer: torch.dtype | None, group_size: int
-) -> None:
-    """The same for ``by_group``, with integer scales of a dtype or with float ones."""
-    _expect_once(device, group_kernels_of, x, scale, tuple(parts), integer, group_size)
 
 
 def _expect_once(device: int, launches: Callable[..., Iterator[Launch]], *args: Any) -> None:
@@ -172,17 +159,20 @@ def byte_kernels_of(
 
 
 def kernels_of(
-    device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None
+    device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], after: After | None,
+    groups: Groups | None = None,
 ) -> Iterator[Launch]:
-    """Every launch for the rows of SAMPLE, and of SAMPLE_PACKED where those may come, of ``Shape``s."""
+    """Every launch for the rows of SAMPLE, and of SAMPLE_PACKED or SAMPLE_GROUPS where those may come, of ``Shape``s."""
     (dtype, k), scales = x, _scales(scale, device)
     codes = None if after is None or after.codes is None else _scales(after.codes, device)
     packed = all(part.w == torch.uint8 for part in parts) and dtype == torch.int8
-    for m in (*SAMPLE_PACKED, *SAMPLE) if packed else SAMPLE:
+    for m in (*(SAMPLE_GROUPS if groups else SAMPLE_PACKED if packed else ()), *SAMPLE):
         given: Any = Shape((m, k), dtype, device)
-        some = [linear_of(part, m, device) for part in parts]
+        some = [_with_groups(linear_of(part, m, device), k, groups) for part in parts]
         if after is None:
-            yield from scaled_kernel.launches(given, some, scales, scaled_kernel.plan(given, some), new=shape_of, work=shapes_of)
+            size = groups.size if groups else 0
+            products = group_kernel.plan(given, some, size)
+            yield from group_kernel.launches(given, some, scales, size, products, new=shape_of, work=shapes_of)
         else:
             low = _term(after, m, parts[0].n, device)
             epilogue = Epilogue(after.activation, after.dtype, codes, after.bits, low)
@@ -190,22 +180,11 @@ def kernels_of(
             yield from epilogue_kernel.launches(given, some, scales, epilogue, products, new=shape_of, work=shapes_of)
 
 
-def group_kernels_of(
-    device: torch.device, x: tuple[torch.dtype, int], scale: int, parts: Sequence[Part], integer: torch.dtype | None,
-    group_size: int,
-) -> Iterator[Launch]:
-    """Every launch for the rows of SAMPLE_GROUPS, of ``Shape``s."""
-    (dtype, k), scales = x, _scales(scale, device)
-    for m in SAMPLE_GROUPS:
-        given: Any = Shape((m, k), dtype, device)
-        some = [_with_groups(linear_of(part, m, device), ceil_div(k, group_size), integer) for part in parts]
-        products = group_kernel.plan(given, some, group_size)
-        yield from group_kernel.launches(given, some, scales, group_size, products, new=shape_of, work=shapes_of)
-
-
-def _with_groups(linear: Any, count: int, integer: torch.dtype | None) -> Any:
-    groups = Shape((linear.w.shape[0], count), integer or torch.float32, linear.w.device)
-    return linear._replace(scale=groups) if integer is None else linear._replace(group_scale=groups)
+def _with_groups(linear: Any, k: int, groups: Groups | None) -> Any:
+    if groups is None:
+        return linear
+    scales = Shape((linear.w.shape[0], ceil_div(k, groups.size)), groups.integer or torch.float32, linear.w.device)
+    return linear._replace(scale=scales) if groups.integer is None else linear._replace(group_scale=scales)
 
 
 def _scales(kind: int, device: torch.device) -> Any:

@@ -107,7 +107,12 @@ def multiply(
 def plan(
     x: Tensor, linears: Sequence[Linear], group_size: int, caller: Caller = EAGER, *, config: MatmulConfig | None = None
 ) -> list[Product]:
-    """The products: several linears of few rows share one, else each has its own; scales of many rows are folded."""
+    """The products: several linears of few rows share one, else each has its own; scales of many rows are folded.
+
+    Without groups (0) they are scaled_matmul.py's, here and in ``launches``.
+    """
+    if not group_size:
+        return scaled_matmul.plan(x, linears, caller, config=config)
     (m, k), width = x.shape, sum(linear.w.shape[0] for linear in linears)
     if not m or not width:
         return []
@@ -138,6 +143,9 @@ def launches(
     new: New = new_tensor, work: Workspace = workspace,
 ) -> Iterator[Launch]:
     """Fill every linear's y."""
+    if not group_size:
+        yield from scaled_matmul.launches(x, linears, rows, products, new=new, work=work)
+        return
     for product in products:
         some = [linears[i] for i in product.linears]
         if product.written_out:
