@@ -303,6 +303,15 @@ def test_names__patterns_only_where_keep_is_read():
 # --- the tests themselves ---------------------------------------------------------------------------------------------
 
 
+def test_kernels__every_launch_says_whether_sums_are_fused():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            launched = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) else None
+            if isinstance(launched, ast.Name) and launched.id.endswith("_kernel"):
+                said = {keyword.arg for keyword in node.keywords}
+                assert "enable_fp_fusion" in said, f"{path}:{node.lineno}: Triton's default would decide, which differs by version"
+
+
 def checks_something(function: ast.AST) -> bool:
     for node in ast.walk(function):
         if isinstance(node, ast.Assert):

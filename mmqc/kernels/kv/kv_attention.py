@@ -124,19 +124,21 @@ def kv_attention(
     if ranged and splits:
         kv_range_of_scores_kernel[(ranges, heads, batch)](
             q, k_bytes, k_scale, k_offset, visual_count, low, high, scores, 2 * words, heads, scaling, q.stride(0), q.stride(1),
-            range_steps, ranges, AHEAD=c.ahead, **shape,
+            range_steps, ranges, AHEAD=c.ahead, enable_fp_fusion=True, **shape,
         )
     if splits + text_splits:
         kv_parts_kernel[(splits + text_splits, heads, batch)](
             q, k_bytes, v_bytes, k_scale, k_offset, v_scale, v_offset, visual_count, k_text, v_text, text_count, low, high, scores,
             part, sums, tops, tokens, heads, scaling, tau1, tau2, q.stride(0), q.stride(1), *k_text.stride()[:3],
             *v_text.stride()[:3], steps, ranges, splits, text_splits, RANGED=ranged, PER_TOKEN=v_scale.shape[3] == 1 and d != 1,
-            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(ranges, 32) if ranged else 1, **shape,
-            **({"maxnreg": c.registers} if c.registers else {}), **(follows if ranged and splits else {}),
+            VR=power_of_two(ceil_div(64 * chunks * bits, 8), 16), BT=c.text, SP=power_of_two(ranges, 32) if ranged else 1,
+            enable_fp_fusion=True, **shape, **({"maxnreg": c.registers} if c.registers else {}),
+            **(follows if ranged and splits else {}),
         )
     kv_combine_kernel[(batch * q.shape[1],)](
         part, sums, tops, y, lse, splits + text_splits, G=group, D=d, DP=power_of_two(d, 16),
         SP=power_of_two(splits + text_splits, 32), BP=32, EARLY=early and splits + text_splits > 0, num_warps=4,
+        enable_fp_fusion=True,
         **(follows if splits + text_splits else {}),
     )
     return y, lse

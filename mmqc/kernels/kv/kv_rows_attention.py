@@ -87,9 +87,9 @@ def kv_rows_attention(
             q, k_rows, v_rows, partial, sums, tops, heads, length, rows, tokens, scaling, steps, splits, *q.stride()[:3],
             *k_rows.stride()[:2], *v_rows.stride()[:2], **parts(widths, bits, q.dtype == torch.float16), ROW=row, RB=TOGETHER,
             BT=c.tokens, ALIGN=alignment(k_rows, v_rows), PTX=has_inline_ptx(q.device), num_warps=c.warps, num_stages=c.stages,
-            **({"maxnreg": c.registers} if c.registers else {}),
+            enable_fp_fusion=True, **({"maxnreg": c.registers} if c.registers else {}),
         )
     kv_token_combine_kernel[(batch * q_heads * length,)](
-        partial, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4
+        partial, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4, enable_fp_fusion=True,
     )
     return y

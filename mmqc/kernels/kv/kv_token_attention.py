@@ -133,9 +133,9 @@ def kv_token_attention(
             *v_scale.stride()[:2], BITS=bits, BLOCK=d // blocks, NB=blocks, NBP=columns, D=d, W=bytes_, WP=planes, RB=together,
             BT=c.tokens, UP=UP[bits] if q.dtype == torch.float16 else 1.0, CODES_ALIGN=alignment(k_codes, v_codes),
             RANGES_ALIGN=alignment(k_scale, k_offset, v_scale, v_offset), PTX=has_inline_ptx(q.device), num_warps=c.warps,
-            num_stages=c.stages, **({"maxnreg": c.registers} if c.registers else {}),
+            num_stages=c.stages, enable_fp_fusion=True, **({"maxnreg": c.registers} if c.registers else {}),
         )
     kv_token_combine_kernel[(lse.numel(),)](
-        part, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4,
+        part, sums, tops, y, lse, rows, splits, D=d, DP=power_of_two(d, 16), BP=16, num_warps=4, enable_fp_fusion=True,
     )
     return y, lse

@@ -91,6 +91,6 @@ def grouped_matmul(
         HAS_BIAS=bias is not None, BITS=bits, EVEN_K=whole_steps(k, bits, block_k),
         PTX=has_inline_ptx(x.device), DTYPE=DTYPES.get(x.dtype, tl.float16),
         BLOCK_E=triton.next_power_of_2(experts + 1), BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=block_k,
-        num_warps=c.num_warps, num_stages=stages,
+        num_warps=c.num_warps, num_stages=stages, enable_fp_fusion=True,
     )
     return y

@@ -89,7 +89,7 @@ def power_clip(
     power_clip_kernel[(triton.cdiv(n * groups, TILE // block),)](
         w, s, z, c, _numbers(tuple(shrinks), w.device), best, n * groups, groups, size, len(shrinks), power,
         HAS_ZERO=zero is not None, HAS_COST=cost is not None, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
-        BLOCK_R=TILE // block, BLOCK_K=block, num_warps=4,
+        BLOCK_R=TILE // block, BLOCK_K=block, num_warps=4, enable_fp_fusion=True,
     )
     return best
 

@@ -105,6 +105,7 @@ def gptq_block(
     gptq_block_kernel[(triton.cdiv(n, BLOCK_N),)](
         w, u, scale, z, codes, errors, size, n, w.stride(0), u.stride(0), *scale.stride(), *z.stride(),
         HAS_ZERO=zero is not None, FLOAT4=float4, LOW=-(2.0 ** (bits - 1)), HIGH=2.0 ** (bits - 1) - 1,
-        BLOCK_B=max(16, triton.next_power_of_2(size)), BLOCK_N=BLOCK_N, num_warps=1,  # of one warp: no step waits for others
+        BLOCK_B=max(16, triton.next_power_of_2(size)), BLOCK_N=BLOCK_N, enable_fp_fusion=True,
+        num_warps=1,  # no step waits for others
     )
     return codes, errors

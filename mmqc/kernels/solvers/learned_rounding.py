@@ -94,7 +94,9 @@ def learned_round(
     weight = torch.empty_like(offset, dtype=dtype) if out is None else out
     if codes.numel():
         grid, constants = _launch(codes, bits, zero)
-        learned_round_kernel[grid](codes, offset, step, step if zero is None else zero, weight, *codes.shape, **constants)
+        learned_round_kernel[grid](
+            codes, offset, step, step if zero is None else zero, weight, *codes.shape, enable_fp_fusion=True, **constants
+        )
     return weight
 
 
@@ -110,6 +112,7 @@ def learned_round_gradients(
     if codes.numel():
         grid, constants = _launch(codes, bits, zero)
         learned_round_gradients_kernel[grid](
-            codes, offset, step, step if zero is None else zero, of_weight, of_offset, of_stretch, *codes.shape, **constants
+            codes, offset, step, step if zero is None else zero, of_weight, of_offset, of_stretch, *codes.shape,
+            enable_fp_fusion=True, **constants,
         )
     return of_offset, of_stretch

@@ -16,7 +16,7 @@ from mmqc.kernels.shared import compile_ahead
 from mmqc.kernels.shared.launch import Launch, Shape, listed
 
 SENDER = """
-import contextlib, os, pickle, subprocess, sys, torch
+import contextlib, os, pickle, subprocess, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from mmqc.kernels.matmul import by_rows
@@ -29,6 +29,7 @@ for module in [m for name, m in sys.modules.items() if name.startswith("mmqc.ker
         setattr(module, name, facts[name])
 torch.cuda.device = lambda device: contextlib.nullcontext()
 driver.set_active(compile_elsewhere._Told(GPUTarget("cuda", 90, 32)))
+triton.knobs.language.default_fp_fusion = False  # as from Triton 3.10 on; for the other process too
 
 device, kernels = torch.device("cuda", 0), {}
 for stored, dtype in ((4096, torch.int8), (2048, torch.uint8)):
@@ -48,7 +49,7 @@ for name, launch in kernels.items():
     else:
         subprocess.run([sys.executable, "-c", sys.argv[2]], input=pickle.dumps(known), check=True)
     made = len(os.listdir(os.environ["TRITON_CACHE_DIR"]))
-    launch.compile()
+    assert launch.compile().metadata.enable_fp_fusion
     print(name, made, len(os.listdir(os.environ["TRITON_CACHE_DIR"])))
 """
 OTHER = """
