@@ -146,8 +146,8 @@ def of_real_widths(run: dict[str, Any]) -> list[str]:
         "",
         f"{where(run)[:-1]}, commit {run['commit'][:8]}. Random weights in bfloat16, exported with prompts of up to 109 tokens. "
         f"Error: of the logits, relative to the model's own, for {', '.join(lengths)}. Moved by rounding: what rounding errors of "
-        "inputs and layers move the model's own logits by. Milliseconds by the clock, one call after the other, of the package and of "
-        '`torch.compile(model, backend="mmqc")`; the packages were made side by side.',
+        "inputs and layers move the model's own logits by. Milliseconds by the clock, one call after the other, of the package and "
+        'of `torch.compile(model, backend="mmqc")`; the packages were made side by side.',
         "",
         *table(head, rows, "---"),
     ]
