@@ -26,6 +26,7 @@ from mmqc.graph.kinds import kind
 from mmqc.graph.sizes import EXAMPLE
 
 LEAST = 4
+MODES = {"_enter_autocast", "_exit_autocast", "_set_grad_enabled"}
 GROUP = {("group", "str"), ("group_name", "str"), ("group_name", "Any")}  # how operations take the name of a group of ranks
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -115,7 +116,7 @@ def compile_by_regions(gm: fx.GraphModule, inputs: Sequence[Any], compile_: Comp
         return None
     gm = fx.GraphModule(gm, _copied(gm.graph))
     part = _parts(gm)
-    if part is None or not _make_contiguous(gm, part):
+    if part is None or not _make_contiguous(gm, part) or _switches(gm, part):
         return None
     split = split_module(gm, gm, part.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
     calls = split.graph.find_nodes(op="call_module")
@@ -215,18 +216,38 @@ def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:
     if not layers:
         return None
     part: dict[fx.Node, int] = {}
-    number, here = 0, None
+    number, here, opening = 0, None, _opening(calls)
     for node in calls:
         source = node.args[0] if kind(node) == "getitem" else None
         if source in part and isinstance(source.meta.get(EXAMPLE), tuple | list):  # a tuple cannot cross a cut
             part[node] = part[source]
             continue
-        stack = _stack(node)
+        stack = _stack(opening.get(node, node))
         layer = next((path for path in stack if path in layers), None) if stack else here
         if layer != here:
             number, here = number + 1, layer
         part[node] = number
     return part if number <= 2 * len(layers) + LEAST else None
+
+
+def _opening(calls: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Nodes that switch a mode, each with the first node that is computed in it; those that switch it back are left out.
+
+    Dynamo says of none of them which module it was traced in.
+    """
+    found: dict[fx.Node, fx.Node] = {}
+    waiting: list[fx.Node] = []
+    gradients = False  # whether their mode is switched
+    for node in calls:
+        if _stack(node):
+            found.update(dict.fromkeys(waiting, node))
+            waiting = []
+        elif kind(node) == "_set_grad_enabled":
+            gradients = not gradients
+            waiting += [node] * gradients
+        elif kind(node) == "_enter_autocast":
+            waiting.append(node)
+    return found
 
 
 def _layers(calls: Sequence[fx.Node]) -> set[str]:
@@ -263,6 +284,7 @@ def _make_contiguous(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
     """
     given = {_memory(n.meta.get(EXAMPLE)) for n in gm.graph.nodes if n not in part and n.op != "output"}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    ends = _ends(gm, part)
     leaving = {n: [u for u in n.users if part.get(u) != part.get(n)] for n in order}  # the output is in no part
     shared = Counter(_memory(n.meta.get(EXAMPLE)) for n, users in leaving.items() if users)
     for node, outside in leaving.items():
@@ -274,13 +296,31 @@ def _make_contiguous(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
             continue
         if shared[_memory(value)] > 1:
             return False
-        with gm.graph.inserting_before(min(users, key=order.__getitem__)):  # behind what its own part writes to it
+        behind = max(ends[part[node]], node, key=order.__getitem__)  # what its own part writes to it, too
+        with gm.graph.inserting_after(behind):
             even = gm.graph.call_method("contiguous", (node,))
         even.meta = {**node.meta, EXAMPLE: _contiguous(value)}
         part[even] = part[node]
         for user in outside:  # the output too: other parts may write to it
             user.replace_input_with(node, even)
     return True
+
+
+def _ends(gm: fx.GraphModule, part: dict[fx.Node, int]) -> dict[int, fx.Node]:
+    """The last node of each part that no later part's stands in front of: what takes a tuple apart may come later."""
+    ends: dict[int, fx.Node] = {}
+    here = 0
+    for node in gm.graph.nodes:
+        if part.get(node, -1) >= here:
+            here = part[node]
+            ends[here] = node
+    return ends
+
+
+def _switches(gm: fx.GraphModule, part: dict[fx.Node, int]) -> bool:
+    """Whether a mode goes on or off in a graph whose parts are mixed: ``split_module`` keeps modes for parts in order alone."""
+    numbers = [part[node] for node in gm.graph.nodes if node in part]
+    return numbers != sorted(numbers) and any(kind(node) in MODES for node in gm.graph.nodes)
 
 
 def _memory(value: Any) -> int:

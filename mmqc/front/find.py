@@ -30,6 +30,7 @@ from mmqc.front.observe import SLICE, Observation, is_metadata, observe
 from mmqc.front.places import Call, Read, place_of
 from mmqc.front.provenance import leaves, tensors_in
 from mmqc.front.sizes import left_on
+from mmqc.front.uncompiled import uncompiled
 from mmqc.graph.collections_off import without_collections
 from mmqc.graph.tracing import as_traced
 from mmqc.ops.define import plain_torch
@@ -78,7 +79,8 @@ class Finder:
         """Run the steps."""
         on_device = any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values())
         with attention.check(), plain_torch(), without_collections(), IndicesInBounds() if on_device else nullcontext():
-            return self.search()
+            with uncompiled(self.model):
+                return self.search()
 
     def search(self) -> Plan:
         """The steps."""
@@ -236,10 +238,14 @@ class Finder:
                     break
         return [r for r in left if not _is_inside(r, done)]
 
+    def is_its_forward(self, call: Call) -> bool:
+        """Whether it is the call that all this is in front of."""
+        return call.owner is self.model and call.code.co_name == "forward"
+
     def readers_of_inputs(self, read: Read) -> Iterable[tuple[Call, str]]:
         """Methods around a read that were given an integer matrix input, innermost first, and which argument that is."""
         for call in read.call.around() if read.call is not None else ():
-            if call.owner is None or call.owner is self.model or place_of(call) is None:
+            if call.owner is None or self.is_its_forward(call) or place_of(call) is None:
                 continue
             for argument, value in call.arguments.items():
                 if self.holds_sizes(value) and value.dim() == 2:

@@ -200,6 +200,8 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     Returns:
         Whether values may be symbols, and whether sizes that happen to be equal may differ in the next call.
     """
+    for part in frame.model.children():  # compiled by itself before: inside this trace its hooks would end the graph
+        part.apply(detach)
     front, inputs = Front.attach(frame.model), bound(frame.model, *frame.arguments)
     # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
     # the turn may be waiting to compile; then it is traced as it is.

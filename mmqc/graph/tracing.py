@@ -360,10 +360,12 @@ def _is_behind(wrapper: Any, backend: Any) -> bool:
 
 
 def _model_frame(frame: Any) -> Frame | None:
-    """The frame as the forward of the outermost module that is being called, if it is that."""
+    """The frame as the forward of the outermost module that is being called or compiled, if it is that."""
     values, names = frame.f_locals, frame.f_code.co_varnames
     model = values.get(names[0]) if names else None  # "self", as a rule
-    if not isinstance(model, nn.Module) or outermost_module() is not model or not _is_called(model):
+    if not isinstance(model, nn.Module) or not _is_called(model):
+        return None
+    if outermost_module() is not model and not _is_compiled_alone(model):
         return None
     if not is_frame_of(type(model).forward, frame):
         return None
@@ -404,6 +406,19 @@ def _is_called(model: nn.Module) -> bool:
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model:
             return True
+        frame = frame.f_back
+    return False
+
+
+def _is_compiled_alone(part: nn.Module) -> bool:
+    """Whether a part of a model is what ``torch.compile`` was given, and has layers: a layer has nothing to prepare."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner is not part:
+            return False
+        if frame.f_code.co_name == "compile_wrapper":  # of torch.compile; further out is who calls the part
+            return any(isinstance(module, nn.ModuleList) for module in part.modules())
         frame = frame.f_back
     return False
 

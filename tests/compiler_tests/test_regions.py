@@ -13,6 +13,7 @@ import mmqc
 from mmqc.compiler import regions
 from mmqc.compiler.record import collect_records
 from mmqc.compiler.regions import LEAST, Regions, compile_by_regions
+from mmqc.graph.kinds import kind
 
 WIDTH, LAYERS = 16, 6
 
@@ -340,3 +341,47 @@ def test_backend__records_the_kernels_of_every_layer() -> None:
     assert reasons[0] == reasons[1]
     products = [sum("mm" in name for name in record.kernels) for record in (in_parts, whole)]
     assert products[0] == products[1] > LAYERS
+
+
+class Switching(Layer):
+    """Modes of its own: halves of a product in float32 under autocast, none of it for gradients."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False), torch.no_grad():
+            low, high = torch.split(self.norm(x.float()) * scale.float(), WIDTH // 2, -1)
+        return x + self.down(torch.relu(self.up(torch.cat([high, low], -1))))
+
+
+def switching() -> nn.Module:
+    model = Tower().requires_grad_(False)
+    model.layers = nn.ModuleList(Switching() for _ in range(LAYERS)).requires_grad_(False)
+    return model
+
+
+def test_regions__modes_that_go_on_and_off() -> None:
+    model = switching()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(IDS)
+        parts, order, compiled = cut(model, IDS)
+        assert torch.equal(compiled(IDS), expected)
+    assert len(parts) < len(order) > LAYERS and expected.dtype == torch.bfloat16
+    names = {kind(node) for gm, _ in parts for node in gm.graph.nodes}
+    assert names >= regions.MODES
+
+
+def test_regions__none_for_modes_in_parts_that_are_mixed() -> None:
+    found: list[Regions | None] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        if mix:  # what takes a tuple apart, behind the next layer's first operation
+            first = next(node for node in gm.graph.nodes if kind(node) == "getitem")
+            behind = next(n for n in gm.graph.nodes if n.op != "placeholder" and "layers.1" in str(n.meta.get("nn_module_stack")))
+            with gm.graph.inserting_after(behind):
+                gm.graph.call_function(first.target, first.args).meta = first.meta
+        found.append(compile_by_regions(gm, examples, lambda part, _: part.forward, lambda *_: None))
+        return gm.forward
+
+    for mix in (False, True):
+        torch._dynamo.reset()
+        torch.compile(switching(), backend=backend)(IDS)
+    assert found[0] is not None and found[1] is None
