@@ -222,7 +222,7 @@ def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:
         if source in part and isinstance(source.meta.get(EXAMPLE), tuple | list):  # a tuple cannot cross a cut
             part[node] = part[source]
             continue
-        stack = _stack(opening.get(node, node))
+        stack = _stack(opening[node] if node in opening else node)
         layer = next((path for path in stack if path in layers), None) if stack else here
         if layer != here:
             number, here = number + 1, layer

@@ -78,9 +78,9 @@ class Finder:
     def find(self) -> Plan:
         """Run the steps."""
         on_device = any(isinstance(v, Tensor) and v.is_cuda for v in self.inputs.values())
-        with attention.check(), plain_torch(), without_collections(), IndicesInBounds() if on_device else nullcontext():
-            with uncompiled(self.model):
-                return self.search()
+        bounds = IndicesInBounds() if on_device else nullcontext()
+        with attention.check(), plain_torch(), without_collections(), uncompiled(self.model), bounds:
+            return self.search()
 
     def search(self) -> Plan:
         """The steps."""

@@ -40,7 +40,8 @@ class _Call(threading.local):
     """What a thread's call in progress has of a front.
 
     Attributes:
-        capture: whether Dynamo may trace values and data-dependent sizes as symbols in it.
+        capture: whether Dynamo may trace values and data-dependent sizes as symbols in it; a call that nothing is prepared for,
+            of text alone, goes by the one before it, and the first may.
         inputs: the integer tensors that it was given, by name (of the first call until the second).
         early: whether it was prepared for a trace alone, its hooks not having run.
         marked: what has sizes that are symbols in the trace in progress.
@@ -49,7 +50,7 @@ class _Call(threading.local):
     def __init__(self) -> None:
         self.early = False
         self.marked = Marked()
-        self.capture = False
+        self.capture = True
         self.inputs: dict[str, Any] = {}
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch._dynamo.eval_frame import innermost_fn
+
+from mmqc.graph.tracing import not_compiled
 
 _COMPILED_CALL = "_compiled_call_impl"
 
@@ -24,7 +25,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     kept = []
     for module in model.modules():
         own = vars(module)
-        plain = {name: innermost_fn(own[name]) for name in ("forward",) if name in own}
+        plain = {name: not_compiled(own[name]) for name in ("forward",) if name in own}
         plain |= {name: None for name in (_COMPILED_CALL,) if own.get(name) is not None}
         kept += [(own, name, own[name]) for name, value in plain.items() if value is not own[name]]
         own.update(plain)

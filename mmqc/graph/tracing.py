@@ -24,7 +24,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import innermost_fn, skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.source import DynamicScalarSource, TensorProperty
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
@@ -433,6 +433,11 @@ def _arguments(code: CodeType, values: dict[str, Any]) -> tuple[tuple[Any, ...],
     if code.co_flags & inspect.CO_VARKEYWORDS:
         kwargs.update(values[names[n]])
     return args, kwargs
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compile`` was handed, of the function that it gave; any other as it is."""
+    return innermost_fn(function)
 
 
 @contextmanager

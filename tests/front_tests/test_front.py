@@ -396,6 +396,23 @@ def test_front__texts_alone_vary_too_once_images_came() -> None:
 
 
 @torch.no_grad()
+class Reading(nn.Module):
+    """Asks a tensor for its number, as experts do that count their tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return input_ids * input_ids.amax().item()
+
+
+def test_front__numbers_of_texts_alone_are_symbols_from_the_first_call_on() -> None:
+    model = Reading()
+    with collect_records() as records:
+        compiled = torch.compile(model, backend="mmqc")
+        for first in (0, 3):
+            ids = torch.arange(first, first + 5)[None]
+            assert torch.equal(compiled(input_ids=ids), model(input_ids=ids))
+    assert len(records) == 1
+
+
 def test_front__generate_gives_the_same_tokens() -> None:
     model, batch = tiny_qwen2_vl(depth=1)
     expected = model.generate(**batch, max_new_tokens=5, do_sample=False)
