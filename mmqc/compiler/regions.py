@@ -222,7 +222,8 @@ def _parts(gm: fx.GraphModule) -> dict[fx.Node, int] | None:
         if source in part and isinstance(source.meta.get(EXAMPLE), tuple | list):  # a tuple cannot cross a cut
             part[node] = part[source]
             continue
-        stack = _stack(opening[node] if node in opening else node)
+        computed = opening.get(node)
+        stack = _stack(node if computed is None else computed)
         layer = next((path for path in stack if path in layers), None) if stack else here
         if layer != here:
             number, here = number + 1, layer
