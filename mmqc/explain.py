@@ -16,6 +16,7 @@ from mmqc.front.front import Front, attached, detach
 from mmqc.graph.text import text_diff
 from mmqc.graph.tracing import collect_breaks
 from mmqc.nn.split_calls import shared_linears
+from mmqc.nn.uncompiled import uncompiled, unwrapped
 from mmqc.ops.nonfinite import propagate_nonfinite
 
 LIMIT = 1 << 16
@@ -139,19 +140,19 @@ def explain(model: nn.Module, inputs: Mapping[str, Any], *, options: Mapping[str
     """
     # A backend object of its own: Dynamo reuses code only for the same backend, so every graph is recorded now.
     fresh = functools.partial(backend, options=options)
+    model = unwrapped(model)
     had_front = attached(model) is not None
     front = Front.attach(model)
-    implementation, model._compiled_call_impl = getattr(model, "_compiled_call_impl", None), None
     try:
         # every call here adds an entry to Dynamo's caches: past its limit it would run the model uncompiled
         with (
             collect_records() as graphs,
             collect_breaks() as breaks,
             torch._dynamo.config.patch(recompile_limit=LIMIT, accumulated_recompile_limit=LIMIT),
+            uncompiled(model),
         ):
             torch.compile(model, backend=fresh)(**inputs)
     finally:
-        model._compiled_call_impl = implementation
         if not had_front:
             detach(model)
     passes = [*_recorded(model), *(note for g in graphs for note in _notes(g))]

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mmqc.nn.uncompiled import uncompiled, unwrapped
 from mmqc.report.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ def export(
         ValueError: the path, the inputs or the names of programs are not what they should be.
         mmqc.aot.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
     """
-    path, batches = Path(path), _batches(example_inputs)
+    path, batches, model = Path(path), _batches(example_inputs), unwrapped(model)
     _check(model, batches, path, programs)
-    with torch.no_grad():
+    with torch.no_grad(), uncompiled(model):
         job = _Job(model, batches, dynamic_shapes, say or (lambda text: logger.info("%s", text)))
         wanted = PROGRAMS if programs is None else tuple(programs)
         if WHOLE in wanted:

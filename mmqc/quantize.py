@@ -22,6 +22,7 @@ from torch import nn
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import QuantConfig
 from mmqc.distributed.group import together
+from mmqc.nn.uncompiled import unwrapped
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv
@@ -53,7 +54,7 @@ def quantize_(
     """Quantize ``model`` in place by ``config``, one block after the other; docs/howto/calibrate.md says when to use what.
 
     Args:
-        model: any transformers model; parameters float32, bfloat16 or float16.
+        model: any transformers model, compiled or not; parameters float32, bfloat16 or float16.
         config: a recipe, e.g. ``mmqc.recipes.mquant()``.
         calibration: keyword batches for ``model.forward``, images included; iterated once.  The first batch is also
             what the model is recorded on.  None where the config quantizes weights only and rewrites nothing.
@@ -81,7 +82,7 @@ def quantize_(
 
     Whatever is raised, the model is as it was.  In a process group every rank makes this call (docs/howto/many_gpus.md).
     """
-    start = time.perf_counter()
+    start, model = time.perf_counter(), unwrapped(model)
     given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, modality_weights, allow_nothing)
     with together() as ranks, working(Request.read(model, config, calibration, *given), ranks) as job:
         request = job.request

@@ -30,9 +30,9 @@ from mmqc.front.observe import SLICE, Observation, is_metadata, observe
 from mmqc.front.places import Call, Read, place_of
 from mmqc.front.provenance import leaves, tensors_in
 from mmqc.front.sizes import left_on
-from mmqc.front.uncompiled import uncompiled
 from mmqc.graph.collections_off import without_collections
 from mmqc.graph.tracing import as_traced
+from mmqc.nn.uncompiled import uncompiled
 from mmqc.ops.define import plain_torch
 from mmqc.versions import without_encoders
 

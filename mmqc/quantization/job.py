@@ -19,6 +19,7 @@ from mmqc.distributed.ranks import ALONE, Ranks
 from mmqc.kv import scores
 from mmqc.nn.eval_mode import evaluating
 from mmqc.nn.modality import visual_token_ids
+from mmqc.nn.uncompiled import uncompiled
 from mmqc.quantization.convert import Journal, size_of
 from mmqc.quantization.progress import Progress, explained
 from mmqc.quantization.request import Batch, Request
@@ -97,6 +98,7 @@ def working(request: Request, ranks: Ranks = ALONE) -> Iterator[Job]:
     model, batches, journal = request.model, request.batches or (), Journal(request.model)
     size = size_of(model) if request.changes_weights else 0
     with ExitStack() as stack:
+        stack.enter_context(uncompiled(model))
         if batches:
             stack.enter_context(untouched(model, journal.buffers))
         seen = scores.observe(model, batches) if request.kv is not None else None

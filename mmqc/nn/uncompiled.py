@@ -1,9 +1,10 @@
-"""A model's forward as it is without ``torch.compile``, for a forward that is run to be watched.
+"""A model as it is without ``torch.compile``, for a forward that is run to be watched, recorded or calibrated.
 
     with uncompiled(model): model.forward(**inputs)
 
 Why:   ``model.forward = torch.compile(model.forward, backend="mmqc")`` leaves a function of Dynamo's where the forward was, and a
-       part of the model may be compiled as well: watched, the forward would begin a second compilation inside the first.
+       part of the model may be compiled as well: watched, the forward would begin a second compilation inside the first;
+       recorded, Dynamo would trace the recording.
 What:  ``forward`` in a module's own attributes (``torch.compile(module)`` has one too), and what ``module.compile()`` left.
 """
 
@@ -17,6 +18,11 @@ from torch import nn
 from mmqc.graph.tracing import not_compiled
 
 _COMPILED_CALL = "_compiled_call_impl"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile(model)`` wraps; any other as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 @contextmanager

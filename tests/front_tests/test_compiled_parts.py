@@ -1,4 +1,4 @@
-"""Parts of a model are compiled by themselves, and the forward that is watched is none of them.  Inductor is left out."""
+"""What a user compiles, the model or a part of it, and how: one graph.  Inductor is left out."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,20 +10,22 @@ from models import tiny_qwen2_vl
 from prompts import batch_of
 from torch import Tensor, nn
 
+import mmqc
 from mmqc.backend import collect_records
 from mmqc.front.front import attached
-from mmqc.front.uncompiled import uncompiled
 
 GRIDS = ((1, 4, 6), (1, 8, 4)), ((1, 4, 4), (1, 6, 4), (1, 2, 4)), ((1, 10, 4), (1, 2, 2))
 SAME = 1e-5  # float32; the same sums in another order
 
 
-def compiled_forward(part: nn.Module) -> None:
+def compiled_forward(part: nn.Module) -> nn.Module:
     part.forward = torch.compile(part.forward, backend="mmqc")
+    return part
 
 
-def in_place(part: nn.Module) -> None:
+def in_place(part: nn.Module) -> nn.Module:
     part.compile(backend="mmqc")
+    return part
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -85,31 +87,34 @@ def test_front__layers_that_are_compiled_one_by_one_have_no_hooks() -> None:
     assert not any(attached(module) for module in model.modules())
 
 
-class Counted(nn.Module):
-    """Says how it was called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.compiled = torch.compiler.is_compiling()
-        return x + 1
+def in_a_wrapper(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="mmqc")
 
 
-def test_uncompiled__every_module_is_as_it_was_handed_over_and_then_as_it_was() -> None:
-    model = nn.Sequential(Counted(), Counted(), Counted(), Counted())
-    model[0].forward = torch.compile(model[0].forward, backend="eager")
-    model[1].compile(backend="eager")
-    model[2] = torch.compile(model[2], backend="eager")
-    before = [dict(vars(module)) for module in model.modules()]
-    with uncompiled(model):
-        assert model(torch.zeros(2)).tolist() == [4.0, 4.0]
-        assert not any(module.compiled for module in model.modules() if isinstance(module, Counted))
-    assert [{k: v for k, v in vars(m).items() if k != "compiled"} for m in model.modules()] == before
-    assert model(torch.zeros(2)).tolist() == [4.0, 4.0]
-    assert [module.compiled for module in model.modules() if isinstance(module, Counted)] == [True, True, True, False]
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("compile_", [compiled_forward, in_place, in_a_wrapper])
+def test_quantize__a_compiled_model_is_quantized_as_itself_and_compiles_anew(compile_: Callable[..., Any]) -> None:
+    (model, batch), (plain, _) = (tiny_qwen2_vl(depth=1, layers=1) for _ in range(2))
+    given = compile_(model)
+    before = logits(given, batch)
+    for one in (given, plain):
+        mmqc.quantize_(one, mmqc.recipes.mquant(8), [batch], progress=False)
+    assert state(model).keys() == state(plain).keys()
+    assert all(torch.equal(tensor, state(plain)[name]) for name, tensor in state(model).items())
+    with collect_records() as records:
+        actual = logits(given, batch)
+    assert [record.quantized for record in records] == [True]
+    assert relative_error(actual, logits(plain, batch)) < SAME < relative_error(actual, before)
 
 
-def test_uncompiled__modules_are_as_they_were_after_an_error() -> None:
-    model = Counted()
-    model.forward = compiled = torch.compile(model.forward, backend="eager")
-    with pytest.raises(ValueError, match="inside"), uncompiled(model):
-        raise ValueError("inside")
-    assert model.forward is compiled
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("compile_", [compiled_forward, in_place, in_a_wrapper])
+def test_explain__a_compiled_model_is_compiled_again_to_be_told_of(compile_: Callable[..., Any]) -> None:
+    model, batch = tiny_qwen2_vl(depth=1, layers=1)
+    told = mmqc.explain(compile_(model), {**batch, "use_cache": False})
+    assert len(told.graphs) == 1
+    assert not told.breaks
