@@ -191,8 +191,11 @@ class Front:
 
 
 def detach(model: nn.Module) -> None:
-    """Remove the front from ``model``."""
-    unhook(model, Front)
+    """Remove the front from ``model``, and what it put in place for a call."""
+    front = attached(model)
+    if front is not None:
+        front.clear()
+        unhook(model, Front)
 
 
 def before_trace(frame: Frame) -> tuple[bool, bool]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from mmqc.graph.tracing import not_compiled
 
-_COMPILED_CALL = "_compiled_call_impl"
+COMPILED_CALL = "_compiled_call_impl"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -31,8 +31,9 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     kept = []
     for module in model.modules():
         own = vars(module)
-        plain = {name: not_compiled(own[name]) for name in ("forward",) if name in own}
-        plain |= {name: None for name in (_COMPILED_CALL,) if own.get(name) is not None}
+        plain = {"forward": not_compiled(own["forward"])} if "forward" in own else {}
+        if own.get(COMPILED_CALL) is not None:
+            plain[COMPILED_CALL] = None
         kept += [(own, name, own[name]) for name, value in plain.items() if value is not own[name]]
         own.update(plain)
     try:

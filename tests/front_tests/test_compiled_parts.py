@@ -68,10 +68,17 @@ def test_front__a_part_that_was_compiled_before_the_whole_does_not_end_its_graph
     expected = logits(model, batch)
     in_place(tower(model))
     assert relative_error(logits(model, batch), expected) < SAME
+    front = attached(tower(model))
+    assert front is not None
+    front.prepare(
+        tower(model), {"hidden_states": batch["pixel_values"], "grid_thw": batch["image_grid_thw"]}
+    )  # another thread's call
+    assert front.active is not None
     with collect_records() as records:
         actual = logits(torch.compile(model, backend="mmqc"), batch)
     assert len(records) == 1
     assert relative_error(actual, expected) < SAME
+    assert front.active is None, "what was put in place for that call would stay"
 
 
 @pytest.mark.usefixtures("without_inductor")
