@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +32,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     kept = []
     for module in model.modules():
         own = vars(module)
-        plain = {"forward": not_compiled(own["forward"])} if "forward" in own else {}
+        plain: dict[str, Any] = {"forward": not_compiled(own["forward"])} if "forward" in own else {}
         if own.get(COMPILED_CALL) is not None:
             plain[COMPILED_CALL] = None
         kept += [(own, name, own[name]) for name, value in plain.items() if value is not own[name]]
