@@ -13,10 +13,11 @@ from torch import nn
 
 from mmqc.backend import GraphRecord, backend, collect_records
 from mmqc.front.front import Front, attached, detach
+from mmqc.graph.capture import unwrapped
 from mmqc.graph.text import text_diff
 from mmqc.graph.tracing import collect_breaks
 from mmqc.nn.split_calls import shared_linears
-from mmqc.nn.uncompiled import uncompiled, unwrapped
+from mmqc.nn.uncompiled import uncompiled
 from mmqc.ops.nonfinite import propagate_nonfinite
 
 LIMIT = 1 << 16

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmqc.nn.uncompiled import uncompiled, unwrapped
+from mmqc.graph.capture import unwrapped
+from mmqc.nn.uncompiled import uncompiled
 from mmqc.report.whole_file import whole_file
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import nn
 from mmqc.calibration.sequential import Inputs
 from mmqc.config import QuantConfig
 from mmqc.distributed.group import together
-from mmqc.nn.uncompiled import unwrapped
+from mmqc.graph.capture import unwrapped
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv

@@ -47,7 +47,12 @@ def outermost_module() -> nn.Module | None:
     found = None
     for module in calling_modules():
         found = module
-    return getattr(found, "_orig_mod", found)
+    return None if found is None else unwrapped(found)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile(model)`` wraps; any other as it is."""
+    return getattr(model, "_orig_mod", model)
 
 
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module) -> Captured:

@@ -11,7 +11,8 @@ Each returns None where no kernel takes the operands: then the op is lowered as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,14 +39,20 @@ def _linears(
     bias: Sequence[TensorBox | None],
     dtype: torch.dtype,
     group_scale: Sequence[TensorBox] | None = None,
+    *,
+    operand: Callable[[TensorBox], Any] = Operand,
+    new: Callable[..., Any] = Operand.new,
 ) -> list[Any]:
     """Operands of every linear, and memory for its y [M, N]."""
     parts = []
     for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True):
-        weight = Operand(w)
-        y = Operand.new((m, weight.shape[0]), dtype, weight.device)
-        parts.append(Linear(weight, Operand(s), None if b is None else Operand(b), y, None if t is None else Operand(t)))  # type: ignore[arg-type]
+        weight = operand(w)
+        y = new((m, weight.shape[0]), dtype, weight.device)
+        parts.append(Linear(weight, operand(s), None if b is None else operand(b), y, None if t is None else operand(t)))
     return parts
+
+
+_shapes = functools.partial(_linears, operand=shape_of, new=Shape)  # for a plan alone
 
 
 def _shaped(linears: Sequence[Any], rows: Sequence[Any]) -> list[TensorBox]:
@@ -60,24 +67,6 @@ def row_scale(scale: TensorBox, visual: TensorBox | None, rows: Sequence[Any]) -
         return RowScale(ONE.value, s, s)
     mask = Operand.vector(lowerings[aten.expand.default](visual, list(rows)))
     return RowScale(VISUAL.value, s, mask)  # type: ignore[arg-type]
-
-
-def _shapes(
-    m: Any,
-    w_q: Sequence[TensorBox],
-    w_scale: Sequence[TensorBox],
-    bias: Sequence[TensorBox | None],
-    dtype: torch.dtype,
-    group_scale: Sequence[TensorBox] | None = None,
-) -> list[Any]:
-    """As ``_linears``, for a plan alone."""
-    found = []
-    for w, s, b, t in zip(w_q, w_scale, bias, group_scale or [None] * len(w_q), strict=True):
-        weight = shape_of(w)
-        y: Any = Shape((m, weight.shape[0]), dtype, weight.device)
-        parts = shape_of(s), None if b is None else shape_of(b), y, None if t is None else shape_of(t)
-        found.append(Linear(weight, *parts))
-    return found
 
 
 def scaled_is_called(

@@ -21,11 +21,6 @@ from mmqc.graph.tracing import not_compiled
 COMPILED_CALL = "_compiled_call_impl"
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that ``torch.compile(model)`` wraps; any other as it is."""
-    return getattr(model, "_orig_mod", model)
-
-
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """Put what was handed to ``torch.compile`` in the place of what it gave, until the end."""
