@@ -69,24 +69,23 @@ class Way:
             path = mmqc.export(self.model, self.given[0], Path(folder) / "model.pt2", programs=["model"])
             self.found: dict[str, Any] = {"export_s": time.monotonic() - start, "mib": path.stat().st_size / 2**20}
             self.package = torch._inductor.aoti_load_package(str(path))
-        self.compiled = self.compare()
+        self.compiled = torch.compile(self.model, backend="mmqc")
+        self.compare()
 
     def logits(self, **batch: torch.Tensor) -> torch.Tensor:
         """The model's."""
         return self.model(**batch, use_cache=False).logits
 
     @torch.no_grad()
-    def compare(self) -> Any:
-        """The package's figures that no other process disturbs, and the compiled model warm."""
+    def compare(self) -> None:
+        """The package's figures that no other process disturbs; the compiled model is warm behind it."""
         self.found["moved_by_rounding"] = moved(self.logits, self.given[0], self.model)
         for size in CALLED[: -1 if self.dry else None]:
             batch = one_image(self.model, *size)
             error = relative_error(self.package(**batch), self.logits(**batch))
             self.found[tokens(batch)] = {"relative_error": error}
-        compiled = torch.compile(self.model, backend="mmqc")
         for size in TIMED if not self.dry else ():
-            compiled(**one_image(self.model, *size), use_cache=False)
-        return compiled
+            self.compiled(**one_image(self.model, *size), use_cache=False)
 
     def measure(self) -> Iterator[dict[str, Any]]:
         """With the device to itself."""
