@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +36,27 @@ DYNAMO, CALLBACKS = "/torch/_dynamo/", ("/mmqc/graph/tracing.py", "/torch/_dynam
 Kind = tuple[tuple[str, int], ...]
 
 
+class Places(Turn):
+    """Whose readers are among the globals of Python modules, where all models of a class look functions up: one call's at a time.
+
+    Attributes:
+        last: what was there last, and still is if that call failed without its hooks.
+    """
+
+    last: Installed | None = None
+
+    def take(self, frame: FrameType, wait: bool = True) -> bool:
+        """The turn, with the functions themselves in their places."""
+        taken = super().take(frame, wait)
+        if taken and self.last is not None and len(self.frames) == 1:
+            self.last.remove()
+            self.last = None
+        return taken
+
+
+PLACES = Places()
+
+
 class _Call(threading.local):
     """What a thread's call in progress has of a front.
 
@@ -44,11 +65,13 @@ class _Call(threading.local):
             of text alone, goes by the one before it, and the first may.
         inputs: the integer tensors that it was given, by name (of the first call until the second).
         early: whether it was prepared for a trace alone, its hooks not having run.
+        places: whether it has the turn of ``PLACES``.
         marked: what has sizes that are symbols in the trace in progress.
     """
 
     def __init__(self) -> None:
         self.early = False
+        self.places = False
         self.marked = Marked()
         self.capture = True
         self.inputs: dict[str, Any] = {}
@@ -101,10 +124,11 @@ class Front:
     @torch.compiler.disable
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook: wait for this call's turn, and prepare it."""
-        self.turn.take(caller(DYNAMO))
+        call = caller(DYNAMO)
+        self.turn.take(call)
         inputs = bound(model, args, kwargs)
         self.streams.follow(devices_of(inputs))
-        self.prepare(model, inputs)
+        self.prepare(model, inputs, call)
 
     @torch.compiler.disable
     def end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -116,18 +140,22 @@ class Front:
             self.clear()
             self.turn.give()
 
-    def prepare(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Compute what this call needs, and put the readers in."""
+    def prepare(self, model: nn.Module, inputs: Mapping[str, Any], call: FrameType, wait: bool = True) -> bool:
+        """Compute what this call needs, and put the readers in; False if another model's are there and this one may not wait."""
         self.clear()
         self.call.inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
         kind = kind_of(inputs)
         if not brings_features(inputs):
-            return
+            return True
+        if kind not in self.plans or self.installed[kind].shared:
+            if not PLACES.take(call, wait):
+                return False
+            self.call.places = True
         if kind not in self.plans:
             self._find(kind, model, inputs)
         if not self.plans[kind].sites and not self.plans[kind].configs:
             self.call.capture = self.plans[kind].capture
-            return
+            return True
         try:
             handed = self._handed(kind, model, inputs)
         except Exception as error:  # a function returned something for each image, say, and there are fewer now
@@ -140,9 +168,12 @@ class Front:
         self.active = (Packed(plan.configs), self.installed[kind])
         self.active[0].__enter__()
         self.active[1].put()
+        if self.call.places:
+            PLACES.last = self.active[1]
         self.forgotten = [(module, name, vars(module).get(name)) for module, name in plan.forgets]
         for module, name, _ in self.forgotten:
             vars(module)[name] = None
+        return True
 
     def _find(self, kind: Kind, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         plan = self.plans[kind] = Finder(self.number, model, inputs).find()
@@ -175,6 +206,9 @@ class Front:
             installed.remove()
             packed.__exit__()
             self.active = None
+        if self.call.places and PLACES.is_mine():  # the call may have ended by itself
+            PLACES.give()
+        self.call.places = False
 
     def refuse(self, reason: str) -> None:
         """Dynamo could not trace with symbolic values: it will not be asked again."""
@@ -209,9 +243,11 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
     front, inputs = Front.attach(frame.model), bound(frame.model, *frame.arguments)
     # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
     # the turn may be waiting to compile; then it is traced as it is.
-    if not front.turn.is_mine() and front.turn.take(caller(*CALLBACKS), wait=False):
-        front.prepare(frame.model, inputs)
-        front.call.early = True
+    call = caller(*CALLBACKS)
+    if not front.turn.is_mine() and front.turn.take(call, wait=False):
+        front.call.early = front.prepare(frame.model, inputs, call, wait=False)
+        if not front.call.early:
+            front.turn.give()
     # A front that has work says that the model takes images of any size, and texts of any length and number.
     varying = front.turn.is_mine() and (any(plan.sites for plan in front.plans.values()) or known_to_vary())
     if varying:

@@ -29,6 +29,7 @@ from mmqc.front import provenance
 from mmqc.front.numbers import Numbers
 from mmqc.front.places import Call, Owner, place_of, plain
 from mmqc.front.provenance import leaves
+from mmqc.traced import is_traced
 
 numbers = itertools.count()
 
@@ -82,7 +83,7 @@ class ValueSite:
         function = self.function
 
         def read(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() and number in RUNNING.table:
+            if is_traced() and number in RUNNING.table:
                 handed = RUNNING.table[number]
                 k = handed.taken[index]
                 if k < len(handed.values[index]):
@@ -143,7 +144,7 @@ class ArgumentSite:
         places = [(argument, parameters.index(argument)) for argument in self.sources]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() and number in RUNNING.table:
+            if is_traced() and number in RUNNING.table:
                 for (argument, position), handed in zip(places, RUNNING.table[number].arguments[index], strict=True):
                     if argument in kwargs or position >= len(args):
                         kwargs = {**kwargs, argument: handed}
@@ -205,11 +206,16 @@ SHAPE_PRODUCTS = _ShapeProducts()
 
 
 class Installed:
-    """Readers in their places; ``remove`` puts back what was there."""
+    """Readers in their places; ``remove`` puts back what was there.
+
+    Attributes:
+        shared: whether some are among the globals of a Python module, where all models of a class look functions up.
+    """
 
     def __init__(self, number: int, sites: list[Site]) -> None:
         self.undo: list[tuple[dict[str, Any], str, Any, bool]] = []
         self.places = []
+        self.shared = any(isinstance(site.owner, dict) for site in sites)
         for index, site in enumerate(sites):
             reader: Any = site.reader(number, index)
             function: Any = reader.__func__ if isinstance(reader, types.MethodType) else reader

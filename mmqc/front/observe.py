@@ -173,7 +173,7 @@ def shape_of_floats(value: Any) -> Any:
     if isinstance(value, Mapping) and not isinstance(value, type):  # a ModelOutput
         try:
             return {k: shape_of_floats(v) for k, v in [*value.items()]} if value else value
-        except AttributeError:  # half made: it is in its own ``__init__``
+        except Exception:  # half made, in its own ``__init__``; or a table of offloaded weights, which names others'
             return value
     return value
 

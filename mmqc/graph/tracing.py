@@ -23,7 +23,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert
+from torch._dynamo.convert_frame import ConvertFrame, ConvertFrameAssert, compile_lock
 from torch._dynamo.eval_frame import innermost_fn, skip_code
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.source import DynamicScalarSource, TensorProperty
@@ -42,6 +42,7 @@ from mmqc.graph.chance import chance_left_open
 from mmqc.graph.collections_off import count_as_old, without_collections
 from mmqc.graph.environment import environment
 from mmqc.graph.roots import roots_are_constants
+from mmqc.traced import ANSWER
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -442,13 +443,17 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def as_traced(compiling: bool = True) -> Iterator[None]:
-    """Run eagerly what asks ``torch.compiler.is_compiling()``, with the answer that it gets in a trace."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = compiling
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    """Run eagerly what asks ``torch.compiler.is_compiling()``, with the answer that it gets in a trace.
+
+    Torch's flag is of the process, and whoever compiles puts back what it has found there: nobody does meanwhile.
+    """
+    with compile_lock:
+        before = torch.compiler._is_compiling_flag, ANSWER.traced
+        torch.compiler._is_compiling_flag = ANSWER.traced = compiling
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag, ANSWER.traced = before
 
 
 def run_eagerly(functions: Iterable[Any]) -> None:

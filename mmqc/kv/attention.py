@@ -24,6 +24,7 @@ from mmqc import kernels
 from mmqc import ops as _ops  # noqa: F401
 from mmqc.kv.layer import ATTENTION, PADDING, TEXT, VISUAL, Arrival, Cached, PackedLayer, Segment
 from mmqc.kv.query_moment import moment_of
+from mmqc.traced import is_traced
 
 Attended = tuple[Tensor, Tensor]
 
@@ -92,7 +93,7 @@ def arrival(layer: PackedLayer, mask: Tensor | None, k: Tensor) -> Arrival:
             seen = seen if seen.dtype == torch.bool else seen == 0
             kinds = kinds.masked_fill(~seen.expand(batch, -1), PADDING)
         came = shared.arrival = Arrival.of(kinds)
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             shared.history.append((0 if layer.empty else int(layer.cumulative_length), kinds))
     return came
 

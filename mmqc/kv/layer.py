@@ -24,6 +24,7 @@ from mmqc.config import KVSpec
 from mmqc.kv.room import TIMES, room_for
 from mmqc.kv.text import OlderText, push, refill
 from mmqc.ops.kv_round_keys import DAMPING, SWEEPS
+from mmqc.traced import is_traced
 
 ROOM = 128  # text tokens for which there is room at first where nobody says how many will come
 PADDING, TEXT, VISUAL = range(3)
@@ -71,7 +72,7 @@ class Arrival:
         """Sort the tokens; waits for the device once, unless compiled."""
         visual, text = kinds == VISUAL, kinds == TEXT
         counts = torch.stack((visual.sum(1), text.sum(1))).to(torch.int32)
-        most = [kinds.shape[1]] * 2 if torch.compiler.is_compiling() else counts.amax(1).tolist()
+        most = [kinds.shape[1]] * 2 if is_traced() else counts.amax(1).tolist()
         order = torch.argsort(visual.logical_not().to(torch.uint8), dim=1, stable=True)[:, : most[0]]
         return cls(kinds, order, counts[0], text.cumsum(1) * text, counts[1], most[0], most[1])
 
@@ -205,7 +206,7 @@ class PackedLayer(StaticLayer):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """One more text token [B, H, 1, D] in every sequence."""
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.make_room(1)
         self.put_text(self.text_count.long()[:, None] + 1, k, v)
         self.text_count.add_(1)
@@ -221,7 +222,7 @@ class PackedLayer(StaticLayer):
             where = (self.with_room(arrival.order), arrival.visual_count, spec.bits)
             packed = (*self.pack_keys(k, where, moment), *torch.ops.mmqc.kv_pack(v, *where, spec.values, spec.shrink_values, True))
             self.segments = [*self.segments, self.kept(Segment(*packed, count=arrival.visual_count.clone()))]
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.used = 0 if self.empty else int(self.text_count.max())
         self.make_room(arrival.most_text, 0 if self.limit is None else self.limit - k.shape[2])
         start = self.text_count.long()[:, None]
@@ -256,7 +257,7 @@ class PackedLayer(StaticLayer):
 
         As many as the segment had that was here before ``reset``, if that has room: compiled steps know its shape and its place.
         """
-        if self.limit is None or torch.compiler.is_compiling():
+        if self.limit is None or is_traced():
             return order
         number, tokens = len(self.segments), order.shape[1]
         before, room = self.rooms[number] if number < len(self.rooms) else 0, room_for(tokens)
@@ -268,7 +269,7 @@ class PackedLayer(StaticLayer):
         """The segment, where the one of before ``reset`` was if that was like it: CUDA graphs know the place."""
         number, new = len(self.segments), segment.tensors()
         old = self.spare[number].tensors() if number < len(self.spare) else {}
-        if not torch.compiler.is_compiling() and all(
+        if not is_traced() and all(
             name in old and old[name].shape == t.shape and old[name].device == t.device for name, t in new.items()
         ):
             for name, tensor in new.items():
@@ -353,6 +354,6 @@ ATTENTION = "mmqc_packed_kv"
 
 def keep_address(tensor: Tensor) -> Tensor:
     """Tell compiled graphs that this memory stays where it is."""
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         torch._dynamo.mark_static_address(tensor)
     return tensor

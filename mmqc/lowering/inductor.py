@@ -123,6 +123,7 @@ __all__ = [
 ]
 
 SUPPORTED = ((2, 11), (2, 15))
+ASSERTS_NO_MORE = (2, 14)
 
 FloorDiv: Any = _sympy.FloorDiv
 ModularIndexing: Any = _sympy.ModularIndexing
@@ -132,6 +133,11 @@ _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not SUPPORTED[0] <= _version <= SUPPORTED[1]:
     low, high = (".".join(map(str, v)) for v in SUPPORTED)
     raise ImportError(f"mmqc lowers through Inductor's internals of torch {low} to {high}; this is {torch.__version__}")
+if not __debug__ and _version < ASSERTS_NO_MORE:
+    raise ImportError(
+        f"torch {torch.__version__} generates wrong code under python -O (PYTHONOPTIMIZE), which leaves out assertions in which "
+        "Inductor does its work: run Python without it, or use torch 2.14 or later; models that are not compiled run as they are"
+    )
 
 _known: ContextVar[frozenset[int]] = ContextVar("widths of trusted Hadamard transforms", default=frozenset())
 

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
+
+from mmqc.traced import is_traced
 
 IDS = "input_ids"
 
@@ -48,7 +49,7 @@ class InnerCalls:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Forward pre-hook."""
-        if torch.compiler.is_compiling() or self.context.running or self.context.text_only:
+        if is_traced() or self.context.running or self.context.text_only:
             return
         ids = kwargs.get(IDS, args[0] if args else None)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or _reads_others(kwargs):
@@ -58,7 +59,7 @@ class InnerCalls:
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook."""
         del args, output
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.context.end_by_itself(module)
 
 

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmqc.errors import MmqcError
+from mmqc.traced import is_traced
 from mmqc.versions import without_encoders
 
 STATES = "output_hidden_states"
@@ -73,7 +73,7 @@ def _leave_out_encoders(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _warn_alone(name: str, module: nn.Module, args: Any) -> None:
     del module, args
-    if torch.compiler.is_compiling() or _within():
+    if is_traced() or _within():
         return
     text = f"{name} runs by itself: the stream that it gives {OTHER}. For the original model's values, {WHAT_TO_DO}"
     warnings.warn(text, InsideWarning, stacklevel=4)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.nn.inner_calls import InnerCalls
+from mmqc.traced import is_traced
 
 T = TypeVar("T")
 WATCHED = "_tells_the_prompt"
@@ -152,7 +153,7 @@ class ModalityContext:
         visual = None if self.text_only else self.find(module, args, kwargs)
         # A text prompt: the text scale alone, and a graph without a mask (a trace cannot look).  Not for a decode step, whose one
         # row costs nothing to mask: to look means to wait for the device, once a token.
-        looks = visual is not None and visual.shape[-1] > 1 and not torch.compiler.is_compiling()
+        looks = visual is not None and visual.shape[-1] > 1 and not is_traced()
         looks = looks and "decoder_input_ids" not in kwargs  # whose states of the encoder may be those of images
         if looks and visual is not None and not visual.any():
             visual = None
@@ -161,7 +162,7 @@ class ModalityContext:
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook, called after an error too: forget the mask, so that a call that bypasses the model cannot use it."""
         del module, args
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not is_traced():
             visual = self._call.visual
             for tensor in _tensors(output):
                 if tensor.requires_grad:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmqc.nn.integer_weight import PackedLinear
 from mmqc.nn.split import SplitError, columns_of, cut_inputs, cut_outputs, joined, why_not_by_inputs
+from mmqc.traced import is_traced
 
 NO_GRADIENT = "a linear that ranks share has no gradient: call the model under torch.no_grad()"
 # torch 2.13 has a new name for it, and warns of the old one
@@ -75,14 +76,14 @@ class Split:
         if y.requires_grad:
             raise SplitError(NO_GRADIENT)
         y = y.contiguous()
-        if torch.compiler.is_compiling():
+        if is_traced():
             return functional.all_reduce(y, "sum", self.group)
         dist.all_reduce(y, group=self.group)
         return y
 
     def _gathered(self, x: Tensor) -> Tensor:
         flat = x.contiguous().view(-1)
-        if torch.compiler.is_compiling():
+        if is_traced():
             parts = functional.all_gather_tensor(flat, 0, self.group)
         else:
             parts = x.new_empty(dist.get_world_size(self.group) * x.numel())

@@ -1,5 +1,6 @@
 """What a user compiles, the model or a part of it, and how: one graph.  Inductor is left out."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +71,8 @@ def test_front__a_part_that_was_compiled_before_the_whole_does_not_end_its_graph
     assert relative_error(logits(model, batch), expected) < SAME
     front = attached(tower(model))
     assert front is not None
-    front.prepare(
-        tower(model), {"hidden_states": batch["pixel_values"], "grid_thw": batch["image_grid_thw"]}
-    )  # another thread's call
+    inputs = {"hidden_states": batch["pixel_values"], "grid_thw": batch["image_grid_thw"]}
+    front.prepare(tower(model), inputs, sys._getframe())  # as another thread's call
     assert front.active is not None
     with collect_records() as records:
         actual = logits(torch.compile(model, backend="mmqc"), batch)

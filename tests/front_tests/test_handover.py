@@ -12,6 +12,7 @@ from mmqc.front.numbers import Numbers
 from mmqc.front.places import plain
 from mmqc.front.provenance import Input
 from mmqc.graph.tracing import varying
+from mmqc.traced import ANSWER
 
 
 class Tower(nn.Module):
@@ -52,6 +53,8 @@ def test_readers__hand_over_while_compiling_only(monkeypatch: pytest.MonkeyPatch
     read = value.reader(number, 0)
     assert read(other) == [3], "outside a trace the function itself is called"
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert read(other) == [3], "another thread compiles"
+    monkeypatch.setattr(ANSWER, "traced", True)
     assert [read(other) for _ in range(3)] == [[4], [12], [3]], "what was handed over, and then the function"
     RUNNING.table.pop(number)
 

@@ -3,12 +3,13 @@
 import cProfile
 import pstats
 from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmqc.front.observe import SLICE, is_metadata, is_read, observe
+from mmqc.front.observe import SLICE, is_metadata, is_read, observe, shape_of_floats
 from mmqc.front.places import place_of
 
 IDS, SIZES, X = torch.arange(6), torch.tensor([[2, 3], [3, 2]]), torch.randn(6, 4)
@@ -175,3 +176,21 @@ def test_observe__what_weighs_is_what_weights_came_into() -> None:
     seen = observe(lambda: model.forward(IDS), frozenset(), {"ids": IDS})
     weighs = {call.code.co_name: call.weighs for call in seen.calls if call.owner is model}
     assert weighs == {"forward": True, "positions": False, "embedded": True, "scaled": True, "kept": True}
+
+
+class Offloaded(Mapping[str, Any]):
+    """As accelerate's table of weights on a disk: it lists names under which it has nothing."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["weight"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_shape_of_floats__a_table_that_cannot_be_read_stays_as_it_is() -> None:
+    table = Offloaded()
+    assert shape_of_floats({"x": table}) == {"x": table}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -47,3 +50,13 @@ def test_indent__in_the_wrapper_that_inductor_writes(monkeypatch: pytest.MonkeyP
             assert_close(compiled(x), torch.relu((x + 1) @ w) + 1)
     assert len(rows) == 1
     assert not isinstance(rows[0], int | Integer)
+
+
+def test_import__without_assertions_needs_a_torch_that_has_none() -> None:
+    """Under -O Inductor before 2.14 leaves out what it does in them, and its code is wrong."""
+    program = "import mmqc; mmqc.recipes.mquant(4); import mmqc.lowering.inductor"
+    done = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=False)
+    if torch.__version__ >= (2, 14):  # type: ignore[operator]
+        assert not done.returncode, done.stderr
+    else:
+        assert re.search(r"ImportError: torch 2\.\d+.*wrong code under python -O", done.stderr), done.stderr
