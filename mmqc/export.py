@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def export(
     *,
     dynamic_shapes: Mapping[str, Any] | None = None,
     programs: Sequence[str] | None = None,
+    weights: str | Path | None = None,
     say: Say | None = None,
 ) -> Path:
     """Compile a model into a package that runs without Python, and compare it with the model.
@@ -61,18 +63,25 @@ def export(
         path: a file that ends in .pt2.
         dynamic_shapes: of the whole forward, as of ``torch.export.export``.  Default: every axis that differs between the batches.
         programs: of "model", "vision", "prefill", "decode".  Default: all that the model can be split into.
+        weights: a file that ends in .safetensors, for the weights of all programs.  Default: every program has its own in the
+            package, so that prefill and decode hold the decoder twice.
         say: called with a line of text for each step.
 
     Returns:
         The path.  ``torch._inductor.aoti_load_package(path)`` loads the whole forward: it takes the tensors by keyword and
-        returns the logits.
+        returns the logits.  With ``weights`` it is given them by ``load_constants`` first (docs/howto/export.md).
 
     Raises:
-        ValueError: the path, the inputs or the names of programs are not what they should be.
+        ValueError: a path, the inputs or the names of programs are not what they should be.
         mmqc.aot.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
     """
     path, batches, model = Path(path), _batches(example_inputs), unwrapped(model)
     _check(model, batches, path, programs)
+    apart = None if weights is None else Path(weights)
+    if apart is not None and apart.suffix != ".safetensors":
+        raise ValueError(f"weights = {str(weights)!r}: the name of the file ends in .safetensors")
+    from mmqc.lowering.inductor import forget_traces
+
     with torch.no_grad(), uncompiled(model):
         job = _Job(model, batches, dynamic_shapes, say or (lambda text: logger.info("%s", text)))
         wanted = PROGRAMS if programs is None else tuple(programs)
@@ -80,9 +89,10 @@ def export(
             job.whole()
         if set(wanted) - {WHOLE}:
             job.steps([name for name in wanted if name != WHOLE], required=programs is not None)
-        with whole_file(path) as rough:
-            job.write(rough)
-            job.compare(rough)
+        with whole_file(path) as rough, nullcontext() if apart is None else whole_file(apart) as rough_weights:
+            job.write(rough, rough_weights)
+            job.compare(rough, rough_weights)
+    forget_traces()
     return path
 
 
@@ -208,12 +218,14 @@ class _Job:
 
     # --- the package --------------------------------------------------------------------------------------------------
 
-    def write(self, path: Path) -> None:
-        """Compile every program and write the package."""
+    def write(self, path: Path, weights: Path | None) -> None:
+        """Compile every program and write the package, and the weights if they have a file of their own."""
         from mmqc.aot.exportable import rounds
         from mmqc.aot.index_find import ExportError
         from mmqc.aot.programs import described
+        from mmqc.aot.weights import Weights
         from mmqc.lowering import package
+        from mmqc.lowering.inductor import forget_traces
 
         files = {}
         for name, program in self.programs.items():
@@ -225,26 +237,33 @@ class _Job:
             self.say(f"{name}: compiling")
             try:
                 metadata = {**described(program), **self._cache(name)}
-                files[name] = package.compile_program(program, as_eager=self.on_cpu and rounds(program), metadata=metadata)
+                as_eager = self.on_cpu and rounds(program)
+                forget_traces()  # of the program before, whose weights it has a copy of on a GPU
+                files[name] = package.compile_program(
+                    program, as_eager=as_eager, metadata=metadata, weights_apart=weights is not None
+                )
             except RuntimeError as error:
                 raise ExportError([f"{name}: {error}"]) from error
         path.parent.mkdir(parents=True, exist_ok=True)
         package.write_package(path, files)
+        if weights is not None:
+            self.say("writing the weights")
+            wanted = {name: package.names_of_weights(path, name) for name in self.programs}
+            Weights.of(self.programs, wanted).write(weights)
 
     def _cache(self, name: str) -> dict[str, str]:
         if self.split is None or name not in ("prefill", "decode"):
             return {"left_out": self.left_out} if self.left_out else {}
         return {"cache": self.split.cache.text(), **self.split.described()}
 
-    def compare(self, path: Path) -> None:
+    def compare(self, path: Path, weights: Path | None) -> None:
         """Load the package and compare it with the model on the given batches."""
         from mmqc.aot.index_find import ExportError
         from mmqc.aot.programs import Whole
         from mmqc.aot.sensitivity import relative_error
-        from mmqc.lowering import package
 
         self.say("comparing the package with the model")
-        loaded = {name: package.load_program(path, name) for name in self.programs}
+        loaded = self.loaded(path, weights)
         for batch in self.batches:
             if WHOLE in loaded:
                 error = relative_error(loaded[WHOLE](**batch), Whole(self.model)(**batch))
@@ -254,6 +273,17 @@ class _Job:
             if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
                 error = self.split.check(loaded, batch, self.bound_of_a_token)
                 self.say(f"prefill, decode: relative error {error:.1e}")
+
+    def loaded(self, path: Path, weights: Path | None) -> dict[str, Callable[..., Any]]:
+        """The package's programs, as a user loads them."""
+        from mmqc.aot.weights import Weights
+        from mmqc.lowering import package
+
+        if weights is None:
+            return {name: package.load_program(path, name) for name in self.programs}
+        shared = Weights.read(weights, next(self.model.parameters()).device)
+        wanted = {name: package.names_of_weights(path, name) for name in self.programs}
+        return {name: package.load_program(path, name, shared.of_program(name, wanted[name])) for name in self.programs}
 
     @property
     def bound(self) -> float:

@@ -26,7 +26,8 @@ from mmqc.aot.programs import Seam, Whole, cache_shape, find_seam
 from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.step_batches import Steps
 from mmqc.aot.variants import fixed_images, variants
-from mmqc.lowering.package import grouped_mm, python_ops
+from mmqc.aot.weights import Weights
+from mmqc.lowering.package import grouped_mm, load_program, names_of_weights, python_ops
 from mmqc.nn.modality import visual_token_ids
 
 LOADS = """if True:
@@ -209,6 +210,7 @@ def _doubled(x: Tensor) -> Tensor:
     [
         ({"path": "model.so"}, "ends in .pt2"),
         ({"programs": ["encoder"]}, "allowed are model, vision, prefill, decode"),
+        ({"weights": "weights.bin"}, "ends in .safetensors"),
         ({"example_inputs": []}, "example_inputs is empty"),
         ({"example_inputs": {"input_ids": [1, 2]}}, r"holds input_ids \(list\)"),
     ],
@@ -315,12 +317,19 @@ def test_export__weights_of_torchao(tmp_path: Path, config: Any) -> None:
 
 
 @pytest.mark.slow
-def test_export__steps_of_a_package(tmp_path: Path) -> None:
-    from mmqc.lowering.package import load_program
-
+@pytest.mark.parametrize("apart", [False, True], ids=["weights inside", "weights apart"])
+def test_export__steps_of_a_package(apart: bool, tmp_path: Path) -> None:
     split, batch = steps()
-    package = mmqc.export(split.model, batch, tmp_path / "model.pt2", programs=["vision", "prefill", "decode"])
-    programs = {name: load_program(package, name) for name in split.modules()}
+    file = tmp_path / "model.safetensors" if apart else None
+    package = mmqc.export(split.model, batch, tmp_path / "model.pt2", programs=["vision", "prefill", "decode"], weights=file)
+    shared = None if file is None else Weights.read(file, torch.device("cpu"))
+    programs = {
+        name: load_program(package, name, shared and shared.of_program(name, names_of_weights(package, name)))
+        for name in split.modules()
+    }
+    if shared is not None:
+        sizes = {t.data_ptr(): t.nbytes for t in split.model.state_dict().values()}
+        assert sum(t.nbytes for t in shared.tensors.values()) <= 1.01 * sum(sizes.values()), "each once"
     with torch.no_grad():
         for case in other_batches(batch):
             for a, b in zip(split.run(programs, case), split.expected(case), strict=True):

@@ -389,6 +389,9 @@ def export(
     program: Annotated[
         list[str] | None, typer.Option("--program", "-p", help="model, vision, prefill or decode. Default: all of them.")
     ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="A .safetensors file for the weights of all programs. Default: each has its own.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="Quantize with it first.")] = None,
     settings: Set = None,
     config_file: ConfigFile = None,
@@ -402,6 +405,8 @@ def export(
 
     if out.suffix != ".pt2":
         raise typer.BadParameter(f"{str(out)!r}: the name of a package ends in .pt2", param_hint="OUT")
+    if weights is not None and weights.suffix != ".safetensors":
+        raise typer.BadParameter(f"{str(weights)!r}: the name of the file ends in .safetensors", param_hint="--weights")
     chosen = data_of(model, sample, data, 1)
     config = config_of(recipe, settings, config_file) if recipe or config_file else None
     count = "0" if config is None else source.data_of(model, sample, calibration, "--calibration", 32)
@@ -418,7 +423,7 @@ def export(
             status.update(text)
             console.print(f"{time.perf_counter() - start:6.1f} s  {text}", markup=False, highlight=False)
 
-        mmqc.export(loaded, example, out, programs=program, say=say)
+        mmqc.export(loaded, example, out, programs=program, weights=weights, say=say)
     console.print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 

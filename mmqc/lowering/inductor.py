@@ -7,6 +7,7 @@ Tested with torch 2.11 to 2.15.  The other files of this package import from her
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -57,6 +58,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import parallel_num_threads
 from torch._inductor.virtualized import V, ops
 from torch.compiler import config as _compiler_config
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy import functions as _sympy
 
@@ -100,6 +102,7 @@ __all__ = [
     "fallback_handler",
     "fallbacks",
     "for_package",
+    "forget_traces",
     "get_export_declaration",
     "has_kernel",
     "indented",
@@ -231,6 +234,12 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -
     tagged = compiler_config.patch(cache_key_tag=tag + _TAG)
     with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays():
         return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+
+
+def forget_traces() -> None:
+    """Let go of the model: torch keeps the last exported trace, with the weights that it read, for messages of errors."""
+    getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
+    gc.collect()
 
 
 @contextmanager

@@ -68,13 +68,16 @@ def in_float64(program: ExportedProgram) -> int:
     return sum(why_no_kernel(n) is not None for n in ops)
 
 
-def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str]) -> list[Any]:
+def compile_program(
+    program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str], weights_apart: bool = False
+) -> list[Any]:
     """Compile for the device of the program's weights.
 
     Args:
         program: without ops that ``python_ops`` names.
         as_eager: take torch's kernels where generated code would add up in another order.
         metadata: stored with the compiled program.
+        weights_apart: leave the program's weights out; ``load_program`` is given them.
 
     Returns:
         The files of the package.
@@ -86,6 +89,7 @@ def compile_program(program: ExportedProgram, *, as_eager: bool, metadata: Mappi
     options = {
         "aot_inductor.package": True,
         "aot_inductor.metadata": dict(metadata),
+        "aot_inductor.package_constants_in_so": not weights_apart,
         "cpp.dynamic_threads": True,  # as many as the process has, not as many as this one
     }
     if LOWER_BOUND in inductor.config_keys():
@@ -107,9 +111,19 @@ def write_package(path: Path, programs: Mapping[str, Sequence[Any]]) -> None:
     inductor.package_aoti(str(path), {name: list(files) for name, files in programs.items()})
 
 
-def load_program(path: Path, name: str) -> Callable[..., Any]:
-    """A program of a package; takes tensors by keyword."""
-    return inductor.load_package(str(path), name)
+def load_program(path: Path, name: str, weights: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
+    """A program of a package; takes tensors by keyword.  ``weights`` stay where they are, and are the program's if it has none."""
+    program = inductor.load_package(str(path), name)
+    if weights is None:
+        return program
+    program.load_constants(dict(weights), check_full_update=True, user_managed=True)
+    program.weights = weights  # type: ignore[attr-defined]  # it has their addresses, and nothing else keeps them
+    return program
+
+
+def names_of_weights(path: Path, name: str) -> list[str]:
+    """What a program calls the tensors that it needs."""
+    return inductor.load_package(str(path), name).get_constant_fqns()
 
 
 @contextmanager

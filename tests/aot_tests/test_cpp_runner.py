@@ -12,16 +12,17 @@ from torch import Tensor, nn
 import mmqc
 from mmqc import samples
 from mmqc.aot.programs import described
-from mmqc.lowering.package import compile_program, write_package
+from mmqc.aot.weights import Weights
+from mmqc.lowering.package import compile_program, names_of_weights, write_package
 from mmqc.samples.processor import END
 from mmqc.samples.sample import Sample
 
 QUESTIONS = 20
 
 
-def ask(runner: Path, package: Path, file: Path, longest: int, stop: int) -> list[int]:
+def ask(runner: Path, package: Path, file: Path, longest: int, stop: int, weights: Path | None = None) -> list[int]:
     """The tokens of the program's answer."""
-    command = [str(runner), str(package), str(file), str(longest), str(stop)]
+    command = [str(runner), str(package), str(file), str(longest), str(stop), *([str(weights)] if weights else [])]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [int(t) for t in done.stdout.split()]
@@ -79,7 +80,7 @@ class ToyDecode(nn.Module):
         return {"logits": (p @ value_0)[:, 0, 0] @ self.table.T}
 
 
-def toy(folder: Path) -> tuple[dict[str, nn.Module], Path]:
+def toy(folder: Path, weights: Path | None = None) -> tuple[dict[str, nn.Module], Path]:
     """A package of the three, with room for a cache of any size."""
     table = torch.randn(VOCABULARY, WIDTH)
     programs = {"vision": ToyVision(), "prefill": ToyPrefill(table), "decode": ToyDecode(table)}
@@ -98,15 +99,17 @@ def toy(folder: Path) -> tuple[dict[str, nn.Module], Path]:
         },
     }
     axes = {"pixel_values": 0, "image_features": 0, "key_0": 2, "value_0": 2, "attention_mask": 1}
-    files = {}
+    files, exported = {}, {}
     for name, module in programs.items():
         dynamic = {n: {axes[n]: any_size} if n in axes else {} for n in example[name]}
         if name == "prefill":
             dynamic["input_ids"] = {1: any_size}
-        program = torch.export.export(module, (), example[name], dynamic_shapes=dynamic)
+        program = exported[name] = torch.export.export(module, (), example[name], dynamic_shapes=dynamic)
         facts = {**described(program), "cache": f"float32,key_0:1:{WIDTH},value_0:1:{WIDTH}"}
-        files[name] = compile_program(program, as_eager=False, metadata=facts)
+        files[name] = compile_program(program, as_eager=False, metadata=facts, weights_apart=weights is not None)
     write_package(folder / "toy.pt2", files)
+    if weights is not None:
+        Weights.of(exported, {name: names_of_weights(folder / "toy.pt2", name) for name in exported}).write(weights)
     return programs, folder / "toy.pt2"
 
 
@@ -128,16 +131,18 @@ def toy_answer(programs: dict[str, nn.Module], batch: dict[str, Tensor], longest
 
 
 @pytest.mark.slow
-def test_runner__feeds_and_carries_the_programs_tensors(tmp_path: Path) -> None:
-    programs, package = toy(tmp_path)
+@pytest.mark.parametrize("apart", [False, True], ids=["weights inside", "weights apart"])
+def test_runner__feeds_and_carries_the_programs_tensors(apart: bool, tmp_path: Path) -> None:
+    weights = tmp_path / "toy.safetensors" if apart else None
+    programs, package = toy(tmp_path, weights)
     runner = build(tmp_path)
     for length, patches, longest in ((5, 3, 6), (11, 2, 9)):
         ids = torch.randint(VOCABULARY, (1, length))
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(patches, WIDTH)}
         file = saved(batch, tmp_path / "question.safetensors")
         expected = toy_answer(programs, batch, longest)
-        assert ask(runner, package, file, longest, -1) == expected
-        assert ask(runner, package, file, longest, expected[2]) == expected[: expected.index(expected[2]) + 1]
+        assert ask(runner, package, file, longest, -1, weights) == expected
+        assert ask(runner, package, file, longest, expected[2], weights) == expected[: expected.index(expected[2]) + 1]
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------
