@@ -111,9 +111,18 @@ def write_package(path: Path, programs: Mapping[str, Sequence[Any]]) -> None:
     inductor.package_aoti(str(path), {name: list(files) for name, files in programs.items()})
 
 
-def load_program(path: Path, name: str, weights: Mapping[str, Tensor] | None = None) -> Callable[..., Any]:
-    """A program of a package; takes tensors by keyword.  ``weights`` stay where they are, and are the program's if it has none."""
-    program = inductor.load_package(str(path), name)
+def load_program(
+    path: Path, name: str, weights: Mapping[str, Tensor] | None = None, *, single_threaded: bool = False
+) -> Callable[..., Any]:
+    """A program of a package; takes tensors by keyword.
+
+    Args:
+        path: the package.
+        name: of "model", "vision", "prefill", "decode".
+        weights: the program's, if it has none; they stay where they are.
+        single_threaded: called by one thread alone, without the events that keep a CUDA graph from being captured.
+    """
+    program = inductor.load_package(str(path), name, run_single_threaded=single_threaded)
     if weights is None:
         return program
     program.load_constants(dict(weights), check_full_update=True, user_managed=True)
