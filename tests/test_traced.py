@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmqc
-from mmqc.graph.tracing import as_traced
+from mmqc.graph.tracing import as_traced, run_eagerly
 from mmqc.traced import is_traced
 
 
@@ -40,6 +40,30 @@ def test_is_traced__in_a_trace_of_this_thread_alone(monkeypatch: pytest.MonkeyPa
         assert torch.equal(seen[0], x)
     assert torch.equal(model(x), x)
     assert not torch.compiler.is_compiling()
+
+
+class Hooked(nn.Module):
+    """Its hook is eager, and asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+        self.register_forward_pre_hook(self.ask)
+
+    def ask(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        self.answers.append(is_traced())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        return x + 1
+
+
+def test_is_traced__is_not_compiled_where_eager_code_in_front_of_a_graph_asks() -> None:
+    run_eagerly((Hooked.ask,))
+    model = Hooked()
+    torch.compile(model, backend="eager")(torch.zeros(2))
+    assert model.answers == [False]
 
 
 @pytest.fixture(scope="module")

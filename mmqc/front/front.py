@@ -33,6 +33,8 @@ run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionT
 # What stands between a hook and the call that it belongs to, and between the start of a trace and whoever traces.
 DYNAMO, CALLBACKS = "/torch/_dynamo/", ("/mmqc/graph/tracing.py", "/torch/_dynamo/callback.py", "/contextlib.py")
 
+PATIENCE = 20.0  # seconds for another model's call to end, with everybody's compilation waiting
+
 Kind = tuple[tuple[str, int], ...]
 
 
@@ -45,7 +47,7 @@ class Places(Turn):
 
     last: Installed | None = None
 
-    def take(self, frame: FrameType, wait: bool = True) -> bool:
+    def take(self, frame: FrameType, wait: bool | float = True) -> bool:
         """The turn, with the functions themselves in their places."""
         taken = super().take(frame, wait)
         if taken and self.last is not None and len(self.frames) == 1:
@@ -140,8 +142,8 @@ class Front:
             self.clear()
             self.turn.give()
 
-    def prepare(self, model: nn.Module, inputs: Mapping[str, Any], call: FrameType, wait: bool = True) -> bool:
-        """Compute what this call needs, and put the readers in; False if another model's are there and this one may not wait."""
+    def prepare(self, model: nn.Module, inputs: Mapping[str, Any], call: FrameType, wait: bool | float = True) -> bool:
+        """Compute what this call needs, and put the readers in; False if another model's are there, and stay there."""
         self.clear()
         self.call.inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
         kind = kind_of(inputs)
@@ -242,10 +244,11 @@ def before_trace(frame: Frame) -> tuple[bool, bool]:
         part.apply(detach)
     front, inputs = Front.attach(frame.model), bound(frame.model, *frame.arguments)
     # Attached during this call, or called under torch.compiler.disable: not in turn.  It cannot wait either, for whoever has
-    # the turn may be waiting to compile; then it is traced as it is.
+    # the turn may be waiting to compile; then it is traced as it is.  Nor can it wait long for another model's readers, though it
+    # would trace those: a call that ends without compiling ends soon, and one that waits to compile leaves them where they are.
     call = caller(*CALLBACKS)
     if not front.turn.is_mine() and front.turn.take(call, wait=False):
-        front.call.early = front.prepare(frame.model, inputs, call, wait=False)
+        front.call.early = front.prepare(frame.model, inputs, call, wait=PATIENCE)
         if not front.call.early:
             front.turn.give()
     # A front that has work says that the model takes images of any size, and texts of any length and number.

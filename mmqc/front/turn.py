@@ -7,8 +7,10 @@ itself: one that is running cannot be cleared.  (The stack of another thread is 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
+import time
 from types import FrameType
 
 POLL = 0.05  # seconds between two looks
@@ -22,13 +24,17 @@ class Turn:
         self.owner = 0
         self.frames: list[FrameType] = []
 
-    def take(self, frame: FrameType, wait: bool = True) -> bool:
-        """Take the turn until ``give``, or until ``frame``, of the calling thread, has ended; False if another has it."""
+    def take(self, frame: FrameType, wait: bool | float = True) -> bool:
+        """Take the turn until ``give``, or until ``frame``, of the calling thread, has ended.
+
+        False if another thread has it, and still has it after ``wait`` seconds; True waits for ever.
+        """
         me = threading.get_ident()
+        end = math.inf if wait is True else time.monotonic() + wait
         with self.changed:
             self._forget_ended()
             while self.owner not in (0, me):
-                if not wait:
+                if time.monotonic() >= end:
                     return False
                 self.changed.wait(POLL)
                 self._forget_ended()

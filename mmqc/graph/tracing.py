@@ -42,7 +42,7 @@ from mmqc.graph.chance import chance_left_open
 from mmqc.graph.collections_off import count_as_old, without_collections
 from mmqc.graph.environment import environment
 from mmqc.graph.roots import roots_are_constants
-from mmqc.traced import ANSWER
+from mmqc.traced import ANSWER, is_traced
 
 shape_config: Any = _shape_config  # a module that turns itself into an object with ``patch``
 
@@ -460,6 +460,9 @@ def run_eagerly(functions: Iterable[Any]) -> None:
     """Functions that Dynamo runs as they are when they are called from uncompiled code; in a trace it follows them."""
     for function in functions:
         skip_code(function.__code__)
+
+
+run_eagerly((is_traced,))  # compiled as a graph of its own it would be true of eager code, too
 
 
 def varies(source: Any) -> bool:

@@ -163,17 +163,19 @@ def test_quantize__saves_a_model_that_eval_loads(tmp_path):
 def test_export__gives_the_chosen_prompt_and_programs_to_the_exporter(monkeypatch, tmp_path):
     calls = []
 
-    def export(model, example, out, programs, say):
-        calls.append((model, example, programs))
+    def export(model, example, out, programs, weights, say):
+        calls.append((model, example, programs, weights))
         say("prefill: tracing")
         out.write_bytes(bytes(2**20))
 
     source = SimpleNamespace(prompts=lambda n: [f"prompt {i}" for i in range(n)])
     monkeypatch.setattr(mmqc, "export", export)
     monkeypatch.setattr(cli, "load", lambda model, sample: (model, source))
-    done = invoke("export", "digits-vqa", str(tmp_path / "m.pt2"), "-p", "prefill", "-p", "decode", "--data", "3")
+    given = ["export", "digits-vqa", str(tmp_path / "m.pt2"), "-p", "prefill", "-p", "decode", "--data", "3", "--weights"]
+    done = invoke(*given, str(tmp_path / "w.safetensors"))
     assert done.exit_code == 0, done.output
-    assert calls == [("digits-vqa", "prompt 2", ["prefill", "decode"])]
+    assert calls == [("digits-vqa", "prompt 2", ["prefill", "decode"], tmp_path / "w.safetensors")]
+    assert invoke(*given, str(tmp_path / "w.bin")).exit_code == 2
     assert "prefill: tracing" in done.output
     assert "m.pt2: 1.0 MiB" in done.output
 

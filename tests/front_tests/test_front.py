@@ -291,7 +291,7 @@ def test_front__model_is_as_it_was_between_calls() -> None:
         logits(compiled, batch)
         assert state(model) == before
     broken = {**batch, "image_grid_thw": torch.tensor([[1, 4, 6]])}
-    with pytest.raises(StopIteration):  # from the model's own code, in front
+    with pytest.raises((StopIteration, RuntimeError)):  # from the model's own code, in front
         logits(compiled, broken)
     assert state(model) == before
     left = model.model.rope_deltas.clone()

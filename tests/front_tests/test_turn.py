@@ -42,6 +42,7 @@ def test_turn__is_one_thread_s_until_it_is_given_back() -> None:
     assert turn.is_mine()
     turn.give()
     assert not in_thread(lambda: turn.take(sys._getframe(), wait=False))
+    assert not in_thread(lambda: turn.take(sys._getframe(), wait=0.1))
     assert not in_thread(turn.is_mine)
     turn.give()
     assert in_thread(lambda: turn.take(sys._getframe(), wait=False))
