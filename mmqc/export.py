@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +76,9 @@ def export(
         mmqc.aot.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
     """
     path, batches, model = Path(path), _batches(example_inputs), unwrapped(model)
-    _check(model, batches, path, programs)
     apart = None if weights is None else Path(weights)
-    if apart is not None and apart.suffix != ".safetensors":
-        raise ValueError(f"weights = {str(weights)!r}: the name of the file ends in .safetensors")
-    from mmqc.lowering.inductor import forget_traces
-
-    with torch.no_grad(), uncompiled(model):
+    _check(model, batches, path, apart, programs)
+    with _nothing_kept(), torch.no_grad(), uncompiled(model):
         job = _Job(model, batches, dynamic_shapes, say or (lambda text: logger.info("%s", text)))
         wanted = PROGRAMS if programs is None else tuple(programs)
         if WHOLE in wanted:
@@ -92,17 +88,31 @@ def export(
         with whole_file(path) as rough, nullcontext() if apart is None else whole_file(apart) as rough_weights:
             job.write(rough, rough_weights)
             job.compare(rough, rough_weights)
-    forget_traces()
     return path
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """The model is the caller's alone behind the block, however it ends."""
+    from mmqc.lowering.inductor import forget_traces
+
+    try:
+        yield
+    finally:
+        forget_traces()
 
 
 def _batches(given: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
     return [dict(b) for b in ([given] if isinstance(given, Mapping) else given)]
 
 
-def _check(model: nn.Module, batches: list[dict[str, Tensor]], path: Path, programs: Sequence[str] | None) -> None:
+def _check(
+    model: nn.Module, batches: list[dict[str, Tensor]], path: Path, weights: Path | None, programs: Sequence[str] | None
+) -> None:
     if path.suffix != ".pt2":
         raise ValueError(f"path = {str(path)!r}: the name of a package ends in .pt2")
+    if weights is not None and weights.suffix != ".safetensors":
+        raise ValueError(f"weights = {str(weights)!r}: the name of the file ends in .safetensors")
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first")
     if not batches:
@@ -225,7 +235,6 @@ class _Job:
         from mmqc.aot.programs import described
         from mmqc.aot.weights import Weights
         from mmqc.lowering import package
-        from mmqc.lowering.inductor import forget_traces
 
         files = {}
         for name, program in self.programs.items():
@@ -238,7 +247,6 @@ class _Job:
             try:
                 metadata = {**described(program), **self._cache(name)}
                 as_eager = self.on_cpu and rounds(program)
-                forget_traces()  # of the program before, whose weights it has a copy of on a GPU
                 files[name] = package.compile_program(
                     program, as_eager=as_eager, metadata=metadata, weights_apart=weights is not None
                 )
@@ -282,8 +290,7 @@ class _Job:
         if weights is None:
             return {name: package.load_program(path, name) for name in self.programs}
         shared = Weights.read(weights, next(self.model.parameters()).device)
-        wanted = {name: package.names_of_weights(path, name) for name in self.programs}
-        return {name: package.load_program(path, name, shared.of_program(name, wanted[name])) for name in self.programs}
+        return {name: package.load_program(path, name, functools.partial(shared.of_program, name)) for name in self.programs}
 
     @property
     def bound(self) -> float:

@@ -1,9 +1,11 @@
 """Packages that run without Python: equal to the model on other shapes, in a process that has neither mmqc nor transformers."""
 
 import functools
+import gc
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from mmqc.aot.sensitivity import relative_error
 from mmqc.aot.step_batches import Steps
 from mmqc.aot.variants import fixed_images, variants
 from mmqc.aot.weights import Weights
-from mmqc.lowering.package import grouped_mm, load_program, names_of_weights, python_ops
+from mmqc.lowering.package import grouped_mm, load_program, python_ops
 from mmqc.nn.modality import visual_token_ids
 
 LOADS = """if True:
@@ -68,6 +70,10 @@ def test_export__package_equals_the_model_in_another_process(tmp_path: Path) -> 
     cases = other_batches(batch)
     for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
         assert_close(got, logits(model, case))
+    weights = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in weights), "torch keeps what was traced last"
 
 
 # --- the parts, without a compiler ------------------------------------------------------------------------------------
@@ -297,6 +303,10 @@ def test_export__quantized_package_has_the_models_codes(tmp_path: Path) -> None:
     cases = other_batches(batch)
     for case, got in zip(cases, run_elsewhere(package, cases), strict=True):
         assert_close(got, logits(model, case))
+    weights = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in weights), "torch keeps what was traced last"
 
 
 @pytest.mark.slow
@@ -323,10 +333,7 @@ def test_export__steps_of_a_package(apart: bool, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors" if apart else None
     package = mmqc.export(split.model, batch, tmp_path / "model.pt2", programs=["vision", "prefill", "decode"], weights=file)
     shared = None if file is None else Weights.read(file, torch.device("cpu"))
-    programs = {
-        name: load_program(package, name, shared and shared.of_program(name, names_of_weights(package, name)))
-        for name in split.modules()
-    }
+    programs = {n: load_program(package, n, shared and functools.partial(shared.of_program, n)) for n in split.modules()}
     if shared is not None:
         sizes = {t.data_ptr(): t.nbytes for t in split.model.state_dict().values()}
         assert sum(t.nbytes for t in shared.tensors.values()) <= 1.01 * sum(sizes.values()), "each once"

@@ -11,10 +11,10 @@ A row of the same layers, programs and recipe is replaced.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,9 +25,10 @@ import transformers
 import mmqc
 from benchmarks.end_to_end.many_gpus_model import config_of, one_image, repeat_layers
 from benchmarks.end_to_end.packages import milliseconds
+from benchmarks.gpu_run import Run, facts
 from mmqc.aot.packed_programs import steps_of
 from mmqc.aot.weights import Weights
-from mmqc.lowering.package import load_program, names_of_weights
+from mmqc.lowering.package import load_program
 
 GIVEN = ((16, 10, 30), (20, 20, 9))  # patches down and across, tokens of text
 CALLED = (60, 60, 17)
@@ -52,24 +53,7 @@ def gib(before: int = 0) -> float:
     return (total - free - before) / 2**30
 
 
-def captured(program: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> Callable[..., Any]:
-    """The same call as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        program(**inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = program(**inputs)
-
-    def replay(**_: torch.Tensor) -> Any:
-        graph.replay()
-        return out
-
-    return replay
-
-
-def measured(recipe: str, layers: int, programs: list[str], folder: Path) -> dict[str, Any]:
+def measured(run: Run, recipe: str, layers: int, programs: list[str], folder: Path) -> dict[str, Any]:
     """A row."""
     model, steps = build(recipe, layers), {}
     started = time.monotonic()
@@ -91,17 +75,14 @@ def measured(recipe: str, layers: int, programs: list[str], folder: Path) -> dic
     row["left_behind_gib"] = torch.cuda.memory_allocated() / 2**30
     before, started = int(gib() * 2**30), time.monotonic()
     weights = Weights.read(file, torch.device("cuda"))
-    loaded = {p: load_program(path, p, weights.of_program(p, names_of_weights(path, p))) for p in programs}
+    loaded = {p: load_program(path, p, functools.partial(weights.of_program, p)) for p in programs}
     torch.cuda.synchronize()
     row |= {"load_s": time.monotonic() - started, "loaded_gib": gib(before)}
     for name, program in loaded.items():
         row[f"{name}_ms"] = milliseconds(program, inputs[name])
     if "decode" in loaded:
-        direct = loaded["decode"](**inputs["decode"])["logits"].clone()
-        own = weights.of_program("decode", names_of_weights(path, "decode"))
-        graph = captured(load_program(path, "decode", own, single_threaded=True), inputs["decode"])
-        row["decode_graph_ms"] = milliseconds(graph, inputs["decode"])
-        row["graph_equals"] = bool(torch.equal(graph()["logits"], direct))
+        alone = load_program(path, "decode", functools.partial(weights.of_program, "decode"), single_threaded=True)
+        row["decode_graph_ms"] = run.microseconds([lambda: alone(**inputs["decode"])]) / 1e3
     return row
 
 
@@ -112,17 +93,12 @@ def main() -> None:
     parser.add_argument("--recipe", default="rtn(4, 8)")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    run = Run(dry=False, seconds=0)
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     rows = [r for r in rows if (r["layers"], r["programs"], r["recipe"]) != (args.layers, args.programs, args.recipe)]
     with torch.no_grad(), TemporaryDirectory() as folder:
-        rows.append(measured(args.recipe, args.layers, args.programs, Path(folder)))
-    facts = {
-        "command": "python -m benchmarks.end_to_end.whole_package",
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        rows.append(measured(run, args.recipe, args.layers, args.programs, Path(folder)))
+    args.out.write_text(json.dumps({**facts(run), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def compile_program(
     Raises:
         RuntimeError: an op that torch does not have would be called; names it.
     """
+    inductor.forget_traces()  # of the program before: on a GPU it has a copy of quantized weights
     args, kwargs = program.example_inputs or ((), {})
     options = {
         "aot_inductor.package": True,
@@ -112,21 +113,22 @@ def write_package(path: Path, programs: Mapping[str, Sequence[Any]]) -> None:
 
 
 def load_program(
-    path: Path, name: str, weights: Mapping[str, Tensor] | None = None, *, single_threaded: bool = False
+    path: Path, name: str, weights: Callable[[list[str]], Mapping[str, Tensor]] | None = None, *, single_threaded: bool = False
 ) -> Callable[..., Any]:
     """A program of a package; takes tensors by keyword.
 
     Args:
         path: the package.
         name: of "model", "vision", "prefill", "decode".
-        weights: the program's, if it has none; they stay where they are.
+        weights: gives the tensors of these names to a program that has none; they stay where they are.
         single_threaded: called by one thread alone, without the events that keep a CUDA graph from being captured.
     """
     program = inductor.load_package(str(path), name, run_single_threaded=single_threaded)
     if weights is None:
         return program
-    program.load_constants(dict(weights), check_full_update=True, user_managed=True)
-    program.weights = weights  # type: ignore[attr-defined]  # it has their addresses, and nothing else keeps them
+    own = dict(weights(program.get_constant_fqns()))
+    program.load_constants(own, check_full_update=True, user_managed=True)
+    program.weights = own  # type: ignore[attr-defined]  # it has their addresses, and nothing else keeps them
     return program
 
 

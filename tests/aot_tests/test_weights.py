@@ -1,10 +1,8 @@
 """Programs whose weights are in one file, read back by torch and safetensors alone."""
 
-import gc
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from torch.export import ExportedProgram, export
 
 from mmqc.aot.index_find import ExportError
 from mmqc.aot.weights import Weights
-from mmqc.lowering.inductor import forget_traces
 from mmqc.lowering.package import compile_program, names_of_weights, write_package
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/howto/export.md"
@@ -76,13 +73,3 @@ def test_weights__parts_of_one_memory_are_written_one_by_one(tmp_path: Path) -> 
     read = Weights.read(tmp_path / "w.safetensors", torch.device("cpu"))
     assert {n: t.tolist() for n, t in read.tensors.items()} == {"a": both[0].tolist(), "b": both[1].tolist(), "none": []}
     assert read.of_program("decode", ["b", "c"])["c"].tolist() == both[0].tolist()
-
-
-def test_compile__lets_go_of_the_model() -> None:
-    model = Tied(nn.Parameter(torch.randn(5, 16)), torch.randn(16))
-    table, program = weakref.ref(model.table), exported(model)
-    compile_program(program, as_eager=False, metadata={})
-    del model, program
-    forget_traces()
-    gc.collect()
-    assert table() is None

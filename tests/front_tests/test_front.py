@@ -9,6 +9,7 @@ import pytest
 import torch
 from float64 import relative_error
 from models import IMAGE, Counting, tiny_pixtral, tiny_qwen2_vl
+from places_tower import Places
 from prompts import batch_of, drawn, padded_images
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
@@ -134,25 +135,6 @@ class Reader(nn.Module):
 @torch.no_grad()
 def test_front__a_grid_that_is_asked_for_its_numbers_is_one_graph() -> None:
     assert graphs_of(Reader().eval(), [[[1, 4, 6], [1, 4, 8]], [[1, 6, 4], [1, 8, 6]]]) == 1
-
-
-def places(grid: Tensor) -> tuple[Tensor, ...]:
-    """Row and column [total] of each patch, as views of one tensor."""
-    found = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grid.tolist()]
-    return torch.cat(found).view(-1, 2).unbind(-1)
-
-
-class Places(nn.Module):
-    """A tower that knows where its patches are, and a decoder that sees with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.rows, self.columns = nn.Embedding(9, 4), nn.Embedding(16, 4), nn.Embedding(16, 4)
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """[1, T, 4]."""
-        rows, columns = places(image_grid_thw)
-        return self.embedding(input_ids) + (pixel_values * self.rows(rows) + self.columns(columns)).sum(0)
 
 
 @torch.no_grad()

@@ -2,9 +2,11 @@
 
 import threading
 
+import places_tower
 import pytest
 import torch
 from float64 import relative_error
+from places_tower import Places
 from torch import Tensor, nn
 
 from mmqc.backend import collect_records
@@ -14,25 +16,6 @@ SAME = 1e-5  # float32; the same sums in another order
 NAMES = "input_ids", "pixel_values", "image_grid_thw"
 
 pytestmark = pytest.mark.usefixtures("without_inductor")
-
-
-def places(grid: Tensor) -> tuple[Tensor, ...]:
-    """Row and column [total] of each patch."""
-    found = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grid.tolist()]
-    return torch.cat(found).unbind(-1)
-
-
-class Places(nn.Module):
-    """A tower that knows where its patches are, and a decoder that sees with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.rows, self.columns = nn.Embedding(9, 4), nn.Embedding(16, 4), nn.Embedding(16, 4)
-
-    def forward(self, input_ids: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
-        """[1, T, 4]."""
-        rows, columns = places(image_grid_thw)
-        return self.embedding(input_ids) + (pixel_values * self.rows(rows) + self.columns(columns)).sum(0)
 
 
 def prompt_of(*sizes: int) -> tuple[Tensor, ...]:
@@ -59,7 +42,7 @@ def asked(compiled: nn.Module, prompt: tuple[Tensor, ...], got: Answer) -> threa
 
 @torch.no_grad()
 def test_front__two_models_that_look_up_one_function_take_turns() -> None:
-    """``places`` is a global of this file: while one model's reader is there, another model of the class waits."""
+    """``places`` is a global of the models' file: while one model's reader is there, another model of the class waits."""
     torch._dynamo.reset()
     models = [Places().eval() for _ in range(2)]
     compiled = [torch.compile(model, backend="mmqc") for model in models]
@@ -67,11 +50,11 @@ def test_front__two_models_that_look_up_one_function_take_turns() -> None:
         for model, fast in zip(models, compiled, strict=True):
             prompt = prompt_of(*sizes)
             assert relative_error(fast(*prompt), model(*prompt)) < SAME
-    prompt, got, here = prompt_of(8, 4), Answer(), places
+    prompt, got, here = prompt_of(8, 4), Answer(), places_tower.places
     front = attached(models[0])
     assert front is not None
     front.begin(models[0], (), dict(zip(NAMES, prompt_of(6, 4), strict=True)))
-    assert globals()["places"] is not here
+    assert places_tower.places is not here
     other = asked(compiled[1], prompt, got)
     other.join(0.3)
     assert not got, "it has not waited"
@@ -79,14 +62,14 @@ def test_front__two_models_that_look_up_one_function_take_turns() -> None:
     other.join(20)
     assert relative_error(got[0][0], models[1](*prompt)) < SAME
     assert got[0][1] == 0, "nothing new to compile"
-    assert globals()["places"] is here
+    assert places_tower.places is here
 
 
 @torch.no_grad()
 def test_front__does_not_take_out_what_another_model_has_put_in_its_place() -> None:
     """As where a call failed without its hooks, and the other model's came before its next one."""
     models = [Places().eval() for _ in range(2)]
-    prompt, here = prompt_of(4, 6), places
+    prompt, here = prompt_of(4, 6), places_tower.places
     inputs = dict(zip(NAMES, prompt, strict=True))
     fronts = [Front.attach(model) for model in models]
 
@@ -95,11 +78,11 @@ def test_front__does_not_take_out_what_another_model_has_put_in_its_place() -> N
 
     fails()
     fronts[1].begin(models[1], (), inputs)
-    reader = globals()["places"]
+    reader = places_tower.places
     fronts[0].clear()
-    assert globals()["places"] is reader is not here
+    assert places_tower.places is reader is not here
     fronts[1].end(models[1], (), None)
-    assert globals()["places"] is here
+    assert places_tower.places is here
 
 
 @torch.no_grad()
