@@ -271,26 +271,33 @@ class _Job:
         from mmqc.aot.sensitivity import relative_error
 
         self.say("comparing the package with the model")
-        loaded = self.loaded(path, weights)
-        for batch in self.batches:
-            if WHOLE in loaded:
-                error = relative_error(loaded[WHOLE](**batch), Whole(self.model)(**batch))
-                self.say(f"forward: relative error {error:.1e}")
-                if not error <= self.bound:
-                    raise ExportError([f"the package's logits differ from the model's by {error:.1e}, more than {self.bound:.1e}"])
-            if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
-                error = self.split.check(loaded, batch, self.bound_of_a_token)
-                self.say(f"prefill, decode: relative error {error:.1e}")
+        with self.loaded(path, weights) as loaded:
+            for batch in self.batches:
+                if WHOLE in loaded:
+                    error = relative_error(loaded[WHOLE](**batch), Whole(self.model)(**batch))
+                    self.say(f"forward: relative error {error:.1e}")
+                    if not error <= self.bound:
+                        raise ExportError(
+                            [f"the package's logits differ from the model's by {error:.1e}, more than {self.bound:.1e}"]
+                        )
+                if self.split is not None and set(loaded) >= set(self.split.modules()) and _padded_left(batch):
+                    error = self.split.check(loaded, batch, self.bound_of_a_token)
+                    self.say(f"prefill, decode: relative error {error:.1e}")
 
-    def loaded(self, path: Path, weights: Path | None) -> dict[str, Callable[..., Any]]:
-        """The package's programs, as a user loads them."""
+    @contextmanager
+    def loaded(self, path: Path, weights: Path | None) -> Iterator[dict[str, Callable[..., Any]]]:
+        """The package's programs, as a user loads them; not to be called behind the block."""
         from mmqc.aot.weights import Weights
         from mmqc.lowering import package
 
         if weights is None:
-            return {name: package.load_program(path, name) for name in self.programs}
+            yield {name: package.load_program(path, name) for name in self.programs}
+            return
         shared = Weights.read(weights, next(self.model.parameters()).device)
-        return {name: package.load_program(path, name, functools.partial(shared.of_program, name)) for name in self.programs}
+        try:
+            yield {name: package.load_program(path, name, functools.partial(shared.of_program, name)) for name in self.programs}
+        finally:
+            shared.free()
 
     @property
     def bound(self) -> float:

@@ -71,6 +71,12 @@ class Weights:
         whole = {n: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for n, t in self.tensors.items()}
         save_file(whole, path, dict(self.elsewhere))
 
+    def free(self) -> None:
+        """Give a device's memory back, whoever has the tensors: before pytorch #194480 a program keeps it."""
+        for storage in (tensor.untyped_storage() for tensor in self.tensors.values()):
+            if storage.resizable():  # a file mapped into memory is not
+                storage.resize_(0)
+
     def of_program(self, program: str, names: Collection[str]) -> dict[str, Tensor]:
         """A program's tensors by its own names."""
         return {name: self.tensors[self.elsewhere.get(f"{program}:{name}", name)] for name in names}

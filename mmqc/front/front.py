@@ -31,7 +31,8 @@ from mmqc.nn.modality import ModalityContext, hook_owner, unhook
 run_eagerly(f for f in vars(ModalityContext).values() if isinstance(f, FunctionType))
 
 # What stands between a hook and the call that it belongs to, and between the start of a trace and whoever traces.
-DYNAMO, CALLBACKS = "/torch/_dynamo/", ("/mmqc/graph/tracing.py", "/torch/_dynamo/callback.py", "/contextlib.py")
+DYNAMO = "/torch/_dynamo/"
+CALLBACKS = "/mmqc/backend.py", "/mmqc/graph/tracing.py", "/torch/_dynamo/callback.py", "/contextlib.py"
 
 PATIENCE = 20.0  # seconds for another model's call to end, with everybody's compilation waiting
 
@@ -42,7 +43,7 @@ class Places(Turn):
     """Whose readers are among the globals of Python modules, where all models of a class look functions up: one call's at a time.
 
     Attributes:
-        last: what was there last, and still is if that call failed without its hooks.
+        last: what is there, until its call ends; longer if that failed without its hooks.
     """
 
     last: Installed | None = None
@@ -209,6 +210,7 @@ class Front:
             packed.__exit__()
             self.active = None
         if self.call.places and PLACES.is_mine():  # the call may have ended by itself
+            PLACES.last = None  # which has the model
             PLACES.give()
         self.call.places = False
 

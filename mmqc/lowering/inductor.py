@@ -237,8 +237,13 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -
 
 
 def forget_traces() -> None:
-    """Let go of the model: torch keeps the last exported trace, with the weights that it read, for messages of errors."""
+    """Let go of the model.
+
+    Torch keeps the last exported trace, with the weights that it read, for messages of errors; and the last nodes that it found
+    tiles for on a GPU, each of which has its graph with the weights and copies of the buffers.
+    """
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
+    getattr(getattr(TritonScheduling, "candidate_tilings", None), "cache_clear", lambda: None)()
     gc.collect()
 
 

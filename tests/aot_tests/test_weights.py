@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tolerance import assert_close
 from torch import Tensor, nn
 from torch.export import ExportedProgram, export
@@ -73,3 +74,14 @@ def test_weights__parts_of_one_memory_are_written_one_by_one(tmp_path: Path) -> 
     read = Weights.read(tmp_path / "w.safetensors", torch.device("cpu"))
     assert {n: t.tolist() for n, t in read.tensors.items()} == {"a": both[0].tolist(), "b": both[1].tolist(), "none": []}
     assert read.of_program("decode", ["b", "c"])["c"].tolist() == both[0].tolist()
+
+
+def test_weights__free_takes_the_memory_of_whoever_has_the_tensors(tmp_path: Path) -> None:
+    """Not of a file that is mapped into memory."""
+    kept = torch.randn(8, 8)
+    Weights({"w": kept[2:]}, {}).free()
+    assert kept.untyped_storage().nbytes() == 0
+    save_file({"w": X}, tmp_path / "w.safetensors")
+    read = Weights.read(tmp_path / "w.safetensors", torch.device("cpu"))
+    read.free()
+    assert torch.equal(read.tensors["w"], X)

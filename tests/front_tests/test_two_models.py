@@ -1,16 +1,20 @@
 """Models of one class in threads of their own: a function that is a global of a Python module is every one's."""
 
+import gc
 import threading
+import weakref
 
 import places_tower
 import pytest
 import torch
 from float64 import relative_error
 from places_tower import Places
-from torch import Tensor, nn
+from tiny_families import FAMILIES
+from torch import Tensor, fx, nn
 
+import mmqc.backend
 from mmqc.backend import collect_records
-from mmqc.front.front import Front, attached
+from mmqc.front.front import PLACES, Front, attached
 
 SAME = 1e-5  # float32; the same sums in another order
 NAMES = "input_ids", "pixel_values", "image_grid_thw"
@@ -63,6 +67,38 @@ def test_front__two_models_that_look_up_one_function_take_turns() -> None:
     assert relative_error(got[0][0], models[1](*prompt)) < SAME
     assert got[0][1] == 0, "nothing new to compile"
     assert places_tower.places is here
+
+
+@torch.no_grad()
+def test_front__a_compiled_model_that_is_let_go_is_gone() -> None:
+    """Readers of some of its functions were in a Python module, which stays; others in its own."""
+    torch._dynamo.reset()
+
+    def compiled_once() -> list[weakref.ref[nn.Module]]:
+        model, batch = FAMILIES["qwen2_vl"]()
+        torch.compile(model, backend="mmqc")(**batch)
+        assert attached(model) is not None
+        return [weakref.ref(part) for part in model.modules()]
+
+    gone = compiled_once()
+    gc.collect()
+    assert not any(part() is not None for part in gone)
+
+
+@torch.no_grad()
+def test_front__has_its_turn_while_the_first_call_is_traced_and_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread takes out what is being traced."""
+    model, mine = Places().eval(), list[bool]()
+
+    def lower(gm: fx.GraphModule, *rest: object) -> object:
+        front = attached(model)
+        assert front is not None
+        mine.extend(turn.is_mine() for turn in (front.turn, PLACES))
+        return gm.forward
+
+    monkeypatch.setattr(mmqc.backend, "_lower", lower)
+    torch.compile(model, backend="mmqc")(*prompt_of(4, 6))
+    assert mine == [True, True]
 
 
 @torch.no_grad()

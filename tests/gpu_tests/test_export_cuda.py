@@ -1,5 +1,6 @@
 """AOTInductor packages on a GPU: the shipped sample's forward, floating-point and quantized."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def test_export__the_whole_forward(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             error = relative_error(run(**batch), model(**batch).logits)
         assert error < (1e-4 if name in PLAIN else within(moved(lambda **b: model(**b).logits, batch, model)))
+
+
+def test_export__leaves_the_device_as_it_was(tmp_path: Path) -> None:
+    """But for what a kernel keeps to work in: neither the weights that it was compared with, nor copies of the model's."""
+    sample = mmqc.samples.load("digits-vqa")
+    model, (batch,) = sample.model.cuda(), [{key: tensor.cuda() for key, tensor in b.items()} for b in sample.calibration(1)]
+    mmqc.quantize_(model, recipes.rtn(4, 8), calibration=[batch], progress=False)
+    with torch.no_grad():
+        model(**batch)
+    gc.collect()
+    before, codes = torch.cuda.memory_allocated(), sum(b.nbytes for b in model.buffers())
+    mmqc.export(model, batch, tmp_path / "model.pt2", programs=["decode"], weights=tmp_path / "model.safetensors")
+    assert torch.cuda.memory_allocated() - before < codes / 10
 
 
 def test_package__of_more_rows_than_it_was_exported_with(tmp_path: Path) -> None:

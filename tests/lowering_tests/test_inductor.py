@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from sympy import Integer, Max, Min
 from tolerance import assert_close
+from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.ir import ExternKernelOut
 from torch._inductor.utils import IndentedBuffer, fresh_inductor_cache
 
@@ -50,6 +52,21 @@ def test_indent__in_the_wrapper_that_inductor_writes(monkeypatch: pytest.MonkeyP
             assert_close(compiled(x), torch.relu((x + 1) @ w) + 1)
     assert len(rows) == 1
     assert not isinstance(rows[0], int | Integer)
+
+
+def test_forget_traces__of_the_nodes_with_tiles() -> None:
+    """Of a GPU's kernels: each node has its graph, and a graph that is exported has its weights."""
+
+    class Node:
+        def get_ranges(self) -> tuple[tuple[()], tuple[()]]:
+            return (), ()
+
+    node = Node()
+    gone = weakref.ref(node)
+    assert TritonScheduling.candidate_tilings(node, 1, 1) == []
+    del node
+    inductor.forget_traces()
+    assert gone() is None
 
 
 def test_import__without_assertions_needs_a_torch_that_has_none() -> None:
