@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mmqc.graph.capture import unwrapped
+from mmqc.nn.ordinary import ordinary
 from mmqc.nn.uncompiled import uncompiled
 from mmqc.report.whole_file import whole_file
 
@@ -44,6 +45,7 @@ Batch = Mapping[str, Tensor]
 Say = Callable[[str], None]
 
 
+@ordinary()
 def export(
     model: nn.Module,
     example_inputs: Batch | Sequence[Batch],

@@ -22,6 +22,7 @@ from mmqc.graph.runner import run
 from mmqc.graph.spaces.spaces import Space, Spaces
 from mmqc.graph.spaces.text import spaces_text
 from mmqc.nn.eval_mode import evaluating
+from mmqc.nn.ordinary import ordinary
 from mmqc.nn.unseen import Reached, unsure_weights
 from mmqc.passes.suppress_magnitude import SuppressMagnitude
 from mmqc.pipeline import FACTS, folding_passes, rotating_passes
@@ -65,6 +66,7 @@ class Planned:
         return "\n\n".join(filter(None, (head, passes, notes, spaces_text(self.spaces, self.status))))
 
 
+@ordinary()
 @torch.no_grad()
 def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Planned:
     """Record ``model`` on one batch and run the exact passes of ``config``; the model is not changed.

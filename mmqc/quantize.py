@@ -23,6 +23,7 @@ from mmqc.calibration.sequential import Inputs
 from mmqc.config import QuantConfig
 from mmqc.distributed.group import together
 from mmqc.graph.capture import unwrapped
+from mmqc.nn.ordinary import ordinary, with_ordinary_tensors
 from mmqc.quantization.finish import finish
 from mmqc.quantization.job import working
 from mmqc.quantization.kv import quantize_kv
@@ -36,6 +37,7 @@ from mmqc.quantization.weights_only import quantize_without_data
 from mmqc.report.report import QuantReport
 
 
+@ordinary()
 def quantize_(
     model: nn.Module,
     config: QuantConfig,
@@ -82,7 +84,7 @@ def quantize_(
 
     Whatever is raised, the model is as it was.  In a process group every rank makes this call (docs/howto/many_gpus.md).
     """
-    start, model = time.perf_counter(), unwrapped(model)
+    start, model = time.perf_counter(), with_ordinary_tensors(unwrapped(model))
     given = (filter_fn, progress, resume_dir, inputs, device, spool, generate_tokens, modality_weights, allow_nothing)
     with together() as ranks, working(Request.read(model, config, calibration, *given), ranks) as job:
         request = job.request

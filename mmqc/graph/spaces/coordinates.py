@@ -328,8 +328,7 @@ def _filler(value: Tensor | float | None) -> int:
 
 def is_zero(value: Tensor | float) -> bool:
     """Whether there is nothing but zeros; a tensor without values may hold anything."""
-    tensor = torch.as_tensor(value)
-    return not tensor.is_meta and not bool(tensor.any())
+    return not value.is_meta and not bool(value.any()) if isinstance(value, Tensor) else not value
 
 
 def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> str:
