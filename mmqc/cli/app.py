@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EXIT_CODES = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").strip()
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, epilog=EXIT_CODES)
-console = Console(width=None if sys.stdout.isatty() else 100)  # tables keep their columns in a log
+console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)  # tables keep their columns in a log
 
 
 def show_version(wanted: bool) -> None:

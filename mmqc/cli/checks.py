@@ -42,7 +42,7 @@ def folder(out: Path | None, needed: bool, overwrite: bool = True) -> None:
     _writable(out, "--out")
     if overwrite or not out.is_dir() or not any(out.iterdir()):
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise typer.BadParameter(f"{str(out)!r} is not empty; pass --overwrite to replace the model in it", param_hint="--out")
     typer.confirm(f"{out} is not empty. Replace the model in it?", abort=True)
 

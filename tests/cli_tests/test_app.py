@@ -206,3 +206,16 @@ def test_wake__says_first_that_torch_is_loaded():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == "loading torch"
+
+
+def test_app__of_a_process_without_standard_streams() -> None:
+    """As a service manager may start one: Python has None for them."""
+    code = "import os, runpy, sys; os.close(0); os.close(1); sys.stdin = sys.stdout = None; sys.argv[1:] = ['passes']; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_module('mmqc', run_name='__main__')"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-300:]
