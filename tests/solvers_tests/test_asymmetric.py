@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from tolerance import TOLERANCE
 
 from mmqc.solvers.asymmetric import DAMPING, toward_float
 
@@ -27,7 +28,9 @@ def test_toward_float__is_the_ridge_solution_and_a_share_of_the_way_to_it(seed: 
     assert float((toward_float(w, h, d, share) - (w + share * (wanted - w))).abs().max()) < 1e-10
     assert torch.equal(h, kept)
     left = [float((x @ w.T - y @ v.T).norm()) for v in (w, toward_float(w, h, d, share), wanted)]
-    assert left[0] >= left[1] >= left[2]
+    more = 1 + TOLERANCE[torch.float64][0]  # a share of one is the solution, in another order of sums
+    assert left[0] * more >= left[1]
+    assert left[1] * more >= left[2]
 
 
 def test_toward_float__a_skipped_channels_drift_counts_and_its_weights_stay() -> None:

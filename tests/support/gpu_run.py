@@ -51,11 +51,14 @@ class GpuRun:
         self.whole = self.selected = 0
         self.sanitized, self.kernels = 0, 0
         self.is_worker = hasattr(config, "workerinput")
-        if self.is_worker:
-            return
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever stops the run gets its last line
-        if config.getoption("seconds"):
-            timer = threading.Timer(config.getoption("seconds"), os.kill, (os.getpid(), signal.SIGINT))
+        if not self.is_worker:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever stops the run gets its last line
+
+    @pytest.hookimpl(trylast=True)  # once everybody is there who has a part in ending
+    def pytest_sessionstart(self) -> None:
+        """Start the clock."""
+        if self.config.getoption("seconds") and not self.is_worker:
+            timer = threading.Timer(self.config.getoption("seconds"), os.kill, (os.getpid(), signal.SIGINT))
             timer.daemon = True
             timer.start()
 
