@@ -28,19 +28,17 @@ def ordinary() -> Iterator[None]:
 
 def with_ordinary_tensors(model: nn.Module) -> nn.Module:
     """The model itself, with copies of its tensors that were made in inference mode; tied ones stay tied."""
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor: its id is another's once it is gone
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
             copy = tensor.detach().clone()
-            copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-        return copies[id(tensor)]
+            copies[id(tensor)] = tensor, nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+        return copies[id(tensor)][1]
 
-    kept: list[Tensor] = []  # an id is another's once its tensor is gone
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_inference():
-                    kept.append(tensor)
                     tensors[name] = copied(tensor)  # type: ignore[assignment]
     return model
