@@ -128,7 +128,7 @@ def load_program(
         return program
     own = dict(weights(program.get_constant_fqns()))
     program.load_constants(own, check_full_update=True, user_managed=True)
-    program.weights = own  # type: ignore[attr-defined]  # it has their addresses, and nothing else keeps them
+    program.weights = own  # type: ignore[attr-defined]  # for its caller to keep, says torch; 2.13 and before keep them too
     return program
 
 

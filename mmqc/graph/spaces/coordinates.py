@@ -328,7 +328,9 @@ def _filler(value: Tensor | float | None) -> int:
 
 def is_zero(value: Tensor | float) -> bool:
     """Whether there is nothing but zeros; a tensor without values may hold anything."""
-    return not value.is_meta and not bool(value.any()) if isinstance(value, Tensor) else not value
+    if not isinstance(value, Tensor):
+        return not value
+    return not value.is_meta and not bool(value.any())
 
 
 def _pad_mode(args: list[Any], kwargs: dict[str, Any]) -> str:
