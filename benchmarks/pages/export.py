@@ -165,18 +165,19 @@ def whole(run: dict[str, Any]) -> list[str]:
             f"{r['weights_gib']:.2f}",
             f"{r['load_s']:.1f}",
             f"{r['loaded_gib']:.2f}",
+            f"{r['left_behind_gib']:.2f}",
             *(f"{r[name]:.2f}" if name in r else "–" for name in ("prefill_ms", "decode_ms", "decode_graph_ms")),
         ]
         for r in run["rows"]
     ]
     head = ["recipe", "layers", "programs", "export, min", "package, MiB", "weights, GiB", "loading, s", "loaded, GiB"]
-    head += ["prefill of 917 tokens, ms", "decode, ms", "decode in a CUDA graph, ms"]
+    head += ["export left, GiB", "prefill of 917 tokens, ms", "decode, ms", "decode in a CUDA graph, ms"]
     return [
         "## A whole decoder with one file of weights",
         "",
         f"{where(run)[:-1]}, commit {run['commit'][:8]}. Qwen2-VL-7B's widths, random weights in bfloat16, the tower's blocks two, "
         "which these programs do not have. Milliseconds by the clock, one call after the other; the CUDA graph is of a program "
-        "loaded with `run_single_threaded=True`.",
+        "loaded with `run_single_threaded=True`. What export left is on the device when the model is gone.",
         "",
         *table(head, rows, "---"),
     ]
