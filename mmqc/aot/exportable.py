@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from mmqc.aot import sensitivity
+from mmqc.aot.fused import fused
 from mmqc.aot.index_find import ExportError, Reading, find_lengths, find_readings
 from mmqc.front.find import Finder, Packed, Plan, floats
 from mmqc.front.front import bound, detach, kind_of
@@ -79,7 +80,7 @@ def export_program(
     with torch.no_grad(), _kept(model):
         plan, sites = _found(model, [{**b, **constants} for b in (traced, *tensors)])
         whole = _Trace(model, plan, sites, constants).export(traced, shapes)
-        program = whole.run_decompositions({torch.ops.mmqc_front.scaled_dot_product_attention.default: _one_mask})
+        program = fused(whole).run_decompositions({torch.ops.mmqc_front.scaled_dot_product_attention.default: _one_mask})
         check = _Check(model, constants, rounds(program), tensors)
         # On a GPU attention within segments has a kernel of its own already, and a code may round away.
         check.verify(whole, tensors, strictly=check.on_cpu)

@@ -30,6 +30,8 @@ LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 LIBRARIES = "aot_inductor.custom_op_libs"
 TORCH = ("aten", "prims", "prim", "quantized", "mkldnn", "onednn", "inductor")  # whose ops a process with torch alone has
 
+SCALED = ("mmqc.scaled_matmul.default", "mmqc.scaled_matmuls.default")
+
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """What transformers' op of experts computes, without reading where their rows end: every expert multiplies all rows.
@@ -64,8 +66,8 @@ def _foreign(program: ExportedProgram) -> set[Any]:
 
 def in_float64(program: ExportedProgram) -> int:
     """Linears with scales of groups that no kernel takes, and that a package for a GPU therefore multiplies in float64."""
-    ops = [n for n in program.graph.nodes if str(n.target) == "mmqc.scaled_matmul.default" and n.args[9:10] and n.args[9]]
-    return sum(why_no_kernel(n) is not None for n in ops)
+    ops = [n for n in program.graph.nodes if str(n.target) in SCALED and n.args[9:10] and n.args[9]]
+    return sum(len(n.args[1]) if isinstance(n.args[1], Sequence) else 1 for n in ops if why_no_kernel(n) is not None)
 
 
 def compile_program(

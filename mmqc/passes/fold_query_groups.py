@@ -89,16 +89,16 @@ def one_for_all(mask: object) -> bool:
 
 
 def unrepeated(flat: object) -> fx.Node | None:
-    """K [B, h, S, D] of reshape(expand(k[:, :, None], r), [B, h r, S, D]); None for anything else."""
+    """K [B, h, S, D] of reshape(expand(k[:, :, None] or k.unsqueeze(2), r), [B, h r, S, D]); None for anything else."""
     wide = operand(flat, "reshape", "view")
     narrow = operand(wide, "expand")
-    k = operand(narrow, "getitem")
+    k = operand(narrow, "getitem", "unsqueeze")
     before, between, after = sizes(k), sizes(wide), sizes(flat)
     if k is None or before is None or between is None or after is None or len(before) != 4 or len(between) != 5:
         return None
     b, h, s, d = before
     group = between[2]
-    new_axis = narrow.args[1] == (*[slice(None)] * 2, None, *[slice(None)] * 2)  # type: ignore[union-attr]
+    new_axis = narrow.args[1:] in (((*[slice(None)] * 2, None, *[slice(None)] * 2),), (2,))  # type: ignore[union-attr]
     repeated = new_axis and between == (b, h, group, s, d) and after == (b, h * group, s, d)
     return k if repeated and isinstance(h, int) and isinstance(group, int) else None
 

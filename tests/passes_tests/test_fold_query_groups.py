@@ -18,42 +18,43 @@ pytestmark = pytest.mark.usefixtures("without_inductor")
 class Grouped(nn.Module):
     """Attention as transformers writes it where there is a mask."""
 
-    def __init__(self, group: int) -> None:
+    def __init__(self, group: int, indexed: bool = True) -> None:
         super().__init__()
-        self.group = group
+        self.group, self.indexed = group, indexed
 
     def repeat(self, x: Tensor) -> Tensor:
         b, h, s, d = x.shape
-        return x[:, :, None, :, :].expand(b, h, self.group, s, d).reshape(b, h * self.group, s, d)
+        wide = x[:, :, None, :, :] if self.indexed else x.unsqueeze(2)
+        return wide.expand(b, h, self.group, s, d).reshape(b, h * self.group, s, d)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, self.repeat(k), self.repeat(v), attn_mask=mask, scale=0.3)
 
 
-def compiled(group: int, *args: Tensor | None) -> tuple[Tensor, int, list[str]]:
+def compiled(module: Grouped, *args: Tensor | None) -> tuple[Tensor, int, list[str]]:
     torch._dynamo.reset()
     with collect_records() as records:
-        y = torch.compile(Grouped(group), backend="mmqc", fullgraph=True, dynamic=False)(*args)
+        y = torch.compile(module, backend="mmqc", fullgraph=True, dynamic=False)(*args)
     (record,) = (p for p in records[0].passes if p.name == "fold_query_groups")
     return y, len(record.sites), [str(m) for m in record.misses]
 
 
 @settings(max_examples=12, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 7]), st.integers(1, 9), st.booleans())
-def test_fold_query_groups__is_exact(batch: int, heads: int, group: int, length: int, masked: bool) -> None:
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([2, 4, 7]), st.integers(1, 9), st.booleans(), st.booleans())
+def test_fold_query_groups__is_exact(batch: int, heads: int, group: int, length: int, masked: bool, indexed: bool) -> None:
     q = torch.randn(batch, heads * group, 1, 8, dtype=torch.float64)
     k, v = (torch.randn(batch, heads, length, 8, dtype=torch.float64) for _ in range(2))
     mask = torch.rand(batch, 1, 1, length) < 0.7 if masked else None
     if mask is not None:
         mask[..., 0] = True
-    y, sites, _ = compiled(group, q, k, v, mask)
+    y, sites, _ = compiled(Grouped(group, indexed), q, k, v, mask)
     assert sites == 1
     assert_close(y, Grouped(group)(q, k, v, mask))
 
 
 def test_fold_query_groups__refuses_a_mask_per_head() -> None:
     q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    y, sites, misses = compiled(2, q, k, v, torch.zeros(1, 4, 1, 5))
+    y, sites, misses = compiled(Grouped(2), q, k, v, torch.zeros(1, 4, 1, 5))
     assert sites == 0
     assert "not one for all heads" in misses[0]
     assert_close(y, Grouped(2)(q, k, v, None))
