@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -36,6 +37,21 @@ def test_export__the_whole_forward(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             error = relative_error(run(**batch), model(**batch).logits)
         assert error < (1e-4 if name in PLAIN else within(moved(lambda **b: model(**b).logits, batch, model)))
+
+
+def test_export__launches_what_a_compiled_graph_does(tmp_path: Path) -> None:
+    """Attention of a step in parts, gate and up in one launch, patches as a product: compared with the model by export itself."""
+    sample = mmqc.samples.load("digits-vqa")
+    model = sample.model.cuda().bfloat16()
+    batches = [{k: v.cuda().bfloat16() if v.is_floating_point() else v.cuda() for k, v in b.items()} for b in sample.calibration(4)]
+    mmqc.quantize_(model, recipes.rtn(4, 8), calibration=batches, progress=False)
+    path = mmqc.export(model, batches[0], tmp_path / "model.pt2", programs=["vision", "prefill", "decode"])
+    with ZipFile(path) as file:
+        code = {p: b"".join(file.read(n) for n in file.namelist() if f"/{p}/" in n) for p in ("vision", "prefill", "decode")}
+    assert b"decode_attention_kernel" in code["decode"]
+    assert b"norm_quantize_kernel" in code["prefill"]
+    assert b"convolution" not in code["vision"]
+    assert all(b"scaled_matmul_kernel" in c for c in code.values())
 
 
 def test_export__leaves_the_device_as_it_was(tmp_path: Path) -> None:
