@@ -3,6 +3,7 @@
     quantize_       folding, rotating | measured, each on the data that the ones in front of it have left | quantizing
     plan            folding, rotating
     torch.compile   with options={"config": …}: folding, rotating, quantizing, on each graph; then, on every graph: run_time
+    export          run_time, on each program
 
 A function gives the passes of a phase or two; what a pass needs of data comes in as an argument.  Down to ``measured_passes``
 the model computes the same function after every pass; what runs at run time keeps it as well.

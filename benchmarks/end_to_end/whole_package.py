@@ -1,11 +1,12 @@
 """A package of all layers of a 7B decoder, with one file of weights: what it takes to make, to load and to call.
 
-    python -m benchmarks.end_to_end.whole_package [--layers 28] [--programs prefill decode] [--recipe 'rtn(4, 8)'] --out FILE.json
+    python -m benchmarks.end_to_end.whole_package [--layers 28] [--programs prefill decode] [--recipe 'rtn(4, 8)'] [--plain]
+        --out FILE.json
 
 Qwen2-VL-7B's widths with random weights in bfloat16; of the tower's 32 blocks two, which prefill and decode do not have.  The
 layers are copies of one, with memory of their own.  Exported with prompts of up to 109 tokens, called with 840 x 840 pixels and 17
 tokens of text.  Milliseconds are those of calls one after the other, by the clock; a decode step is also captured in a CUDA graph.
-A row of the same layers, programs and recipe is replaced.
+``--plain`` leaves the run-time passes out, to see what they are for.  A row of the same arguments is replaced.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import functools
 import gc
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -26,6 +29,7 @@ import mmqc
 from benchmarks.end_to_end.many_gpus_model import config_of, one_image, repeat_layers
 from benchmarks.end_to_end.packages import milliseconds
 from benchmarks.gpu_run import Run, facts
+from mmqc.aot import exportable
 from mmqc.aot.packed_programs import steps_of
 from mmqc.aot.weights import Weights
 from mmqc.lowering.package import load_program
@@ -65,8 +69,7 @@ def measured(run: Run, recipe: str, layers: int, programs: list[str], folder: Pa
     torch.cuda.reset_peak_memory_stats()
     given, file = one_image(model, *GIVEN[0]), folder / "weights.safetensors"
     path = mmqc.export(model, given, folder / "model.pt2", programs=programs, weights=file, say=say)
-    row: dict[str, Any] = {"recipe": recipe, "layers": layers, "programs": programs, "export_s": time.monotonic() - started}
-    row |= {"steps_s": steps, "package_mib": path.stat().st_size / 2**20, "weights_gib": file.stat().st_size / 2**30}
+    row: dict[str, Any] = {"export_s": time.monotonic() - started, "steps_s": steps, "package_mib": path.stat().st_size / 2**20, "weights_gib": file.stat().st_size / 2**30}
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     inputs = {p: v for p, v in steps_of(model, given).batches(one_image(model, *CALLED)).items() if p in programs}
     del model
@@ -91,13 +94,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--programs", nargs="+", default=["prefill", "decode"])
     parser.add_argument("--recipe", default="rtn(4, 8)")
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     run = Run(dry=False, seconds=0)
     rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
-    rows = [r for r in rows if (r["layers"], r["programs"], r["recipe"]) != (args.layers, args.programs, args.recipe)]
-    with torch.no_grad(), TemporaryDirectory() as folder:
-        rows.append(measured(run, args.recipe, args.layers, args.programs, Path(folder)))
+    given = {"recipe": args.recipe, "layers": args.layers, "programs": args.programs, "fused": not args.plain}
+    rows = [r for r in rows if r | given != r]
+    plain = mock.patch.object(exportable, "fused", lambda program: program) if args.plain else nullcontext()
+    with torch.no_grad(), TemporaryDirectory() as folder, plain:
+        rows.append(given | measured(run, args.recipe, args.layers, args.programs, Path(folder)))
     args.out.write_text(json.dumps({**facts(run), "rows": rows}, indent=1) + "\n")
 
 

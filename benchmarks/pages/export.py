@@ -160,6 +160,7 @@ def whole(run: dict[str, Any]) -> list[str]:
             f"`{r['recipe']}`",
             str(r["layers"]),
             ", ".join(r["programs"]),
+            "yes" if r["fused"] else "no",
             f"{r['export_s'] / 60:.1f}",
             f"{r['package_mib']:.0f}",
             f"{r['weights_gib']:.2f}",
@@ -170,14 +171,15 @@ def whole(run: dict[str, Any]) -> list[str]:
         ]
         for r in run["rows"]
     ]
-    head = ["recipe", "layers", "programs", "export, min", "package, MiB", "weights, GiB", "loading, s", "loaded, GiB"]
+    head = ["recipe", "layers", "programs", "fused", "export, min", "package, MiB", "weights, GiB", "loading, s", "loaded, GiB"]
     head += ["export left, GiB", "prefill of 917 tokens, ms", "decode, ms", "decode in a CUDA graph, ms"]
     return [
         "## A whole decoder with one file of weights",
         "",
         f"{where(run)[:-1]}, commit {run['commit'][:8]}. Qwen2-VL-7B's widths, random weights in bfloat16, the tower's blocks two, "
         "which these programs do not have. Milliseconds by the clock, one call after the other; the CUDA graph is of a program "
-        "loaded with `run_single_threaded=True`. What export left is on the device when the model is gone.",
+        "loaded with `run_single_threaded=True`. What export left is on the device when the model is gone. "
+        "Fused: with the run-time passes ([ADR 58](../adr/0058-packages-are-fused.md)).",
         "",
         *table(head, rows, "---"),
     ]
