@@ -74,10 +74,11 @@ def export(
         returns the logits.  With ``weights`` it is given them by ``load_constants`` first (docs/howto/export.md).
 
     Raises:
+        TypeError: the model is no ``torch.nn.Module``.
         ValueError: a path, the inputs or the names of programs are not what they should be.
         mmqc.aot.index_find.ExportError: a program cannot be made, or differs from the model; says where and why.
     """
-    path, batches, model = Path(path), _batches(example_inputs), unwrapped(model)
+    path, model, batches = Path(path), unwrapped(model), _batches(example_inputs)
     apart = None if weights is None else Path(weights)
     _check(model, batches, path, apart, programs)
     with _nothing_kept(), torch.no_grad(), uncompiled(model):
@@ -105,7 +106,11 @@ def _nothing_kept() -> Iterator[None]:
 
 
 def _batches(given: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
-    return [dict(b) for b in ([given] if isinstance(given, Mapping) else given)]
+    batches = [given] if isinstance(given, Mapping) else list(given)
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"example_inputs holds a {type(batch).__name__}: pass keyword tensors, or a list of such batches")
+    return [dict(b) for b in batches]
 
 
 def _check(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mmqc.config import QuantConfig
+from mmqc.graph.capture import unwrapped
 from mmqc.graph.kinds import kind
 from mmqc.graph.plan import Plan
 from mmqc.graph.program import PassRecord
@@ -78,9 +79,10 @@ def plan(model: nn.Module, config: QuantConfig, batch: Mapping[str, Any]) -> Pla
             floats may be on any device.
 
     Raises:
+        TypeError: the model is no ``torch.nn.Module``.
         RecordError: the forward cannot be recorded.
     """
-    start = time.perf_counter()
+    start, model = time.perf_counter(), unwrapped(model)
     with evaluating(model):
         prog = record(model, {**batch, "use_cache": False} if takes_cache(model) else dict(batch))
     prog.unsure = unsure_weights(model, Reached.by(prog.called, prog.weights.values()))

@@ -78,7 +78,7 @@ def quantize_(
         CalibrationError: no batches, or none with images where the recipe is per modality.
         NothingQuantizedError: the config has schemes, and every linear was left out; says why.
         ResumeError, OutOfMemoryError, TraceError: say what to change (MMQC_TRACE names a folder that cannot be written).
-        ValueError: a weight holds NaN or infinity, or the model is quantized already.
+        TypeError, ValueError: the model is no module; a weight holds NaN or infinity, or the model is quantized already.
         RecordError: the forward cannot be recorded.
         RewriteError: the exact rewrites changed the output of the first batch by more than rounding.
 

@@ -219,6 +219,7 @@ def _doubled(x: Tensor) -> Tensor:
         ({"weights": "weights.bin"}, "ends in .safetensors"),
         ({"example_inputs": []}, "example_inputs is empty"),
         ({"example_inputs": {"input_ids": [1, 2]}}, r"holds input_ids \(list\)"),
+        ({"example_inputs": [torch.ones(1, 3)]}, r"holds a Tensor: pass keyword tensors"),
     ],
 )
 def test_export__arguments_that_are_wrong(change: dict[str, Any], message: str, tmp_path: Path) -> None:

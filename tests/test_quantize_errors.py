@@ -1,5 +1,7 @@
 """Whatever goes wrong in ``quantize_``: a clear message, and the model as it was."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,26 @@ from mmqc import ConfigError, recipes
 from mmqc.calibration.calibrate import CalibrationError
 from mmqc.config import QuantConfig
 from mmqc.graph.record import RecordError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("some/model", "model is a str, not a torch.nn.Module: pass a model that is loaded"),
+        (Small, "model is the class Small, "),
+        (SimpleNamespace(model=torch.nn.Linear(2, 2)), "model is a SimpleNamespace, .* pass its .model"),
+    ],
+)
+def test_quantize__of_no_module(given: Any, message: str) -> None:
+    calls: list[Callable[[Any], Any]] = [
+        lambda model: mmqc.quantize_(model, recipes.rtn(8)),
+        lambda model: mmqc.plan(model, recipes.rtn(8), {}),
+        lambda model: mmqc.explain(model, {}),
+        lambda model: mmqc.export(model, {}, "model.pt2"),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call(given)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def measured(run: Run, recipe: str, layers: int, programs: list[str], folder: Pa
     torch.cuda.reset_peak_memory_stats()
     given, file = one_image(model, *GIVEN[0]), folder / "weights.safetensors"
     path = mmqc.export(model, given, folder / "model.pt2", programs=programs, weights=file, say=say)
-    row: dict[str, Any] = {"export_s": time.monotonic() - started, "steps_s": steps, "package_mib": path.stat().st_size / 2**20, "weights_gib": file.stat().st_size / 2**30}
+    row: dict[str, Any] = {"export_s": time.monotonic() - started, "steps_s": steps}
+    row |= {"package_mib": path.stat().st_size / 2**20, "weights_gib": file.stat().st_size / 2**30}
     row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     inputs = {p: v for p, v in steps_of(model, given).batches(one_image(model, *CALLED)).items() if p in programs}
     del model

@@ -15,14 +15,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from mmqc.graph.sizes import EXAMPLE
 
 METHODS = {  # of a tensor, with the same arguments
     *("add", "chunk", "clone", "contiguous", "cos", "div", "expand", "expand_as", "flatten", "index_select", "masked_fill"),
     *("masked_scatter", "matmul", "mean", "mul", "neg", "permute", "pow", "reciprocal", "relu", "repeat_interleave", "reshape"),
-    *("rsqrt", "sigmoid", "sin", "split", "sqrt", "square", "squeeze", "sub", "sum", "tanh", "transpose", "type_as", "unbind"),
+    *(
+        "rsqrt",
+        "sigmoid",
+        "sin",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "sub",
+        "sum",
+        "tanh",
+        "to",
+        "transpose",
+        "type_as",
+        "unbind",
+    ),
     *("unflatten", "unsqueeze", "view"),
 }
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {  # and the number of arguments that models do not name
@@ -69,22 +84,21 @@ def _rewrite(graph: fx.Graph, node: fx.Node, op: torch._ops.OpOverload) -> None:
         node.target, node.args = operator.getitem, (args[0], (*_in_front(args[0], args[1]), args[2]))
     elif name == "slice":
         _rewrite_slice(graph, node, *args)
-    elif str(op) == "aten.to.dtype":
-        node.op, node.target, node.args = "call_method", "to", tuple(args[:2])
-    elif name in METHODS or _in_place(name):
+    elif _is_method(op, name) and isinstance(args[0], fx.Node):
         if name in ("mean", "sum") and len(args) > 2:
             node.args, node.kwargs = tuple(args[:2]), {"keepdim": args[2], **node.kwargs}
         node.op, node.target = "call_method", name
+
+
+def _is_method(op: torch._ops.OpOverload, name: str) -> bool:
+    """Whether a tensor has a method of these arguments: ``to`` a dtype alone."""
+    return name in METHODS and op._schema.arguments[0].name == "self" and (name != "to" or op._overloadname == "dtype")
 
 
 def _by_name(op: torch._ops.OpOverload, args: list[Any], some: int) -> dict[str, Any]:
     """The arguments behind the first ``some``."""
     names = [a.name for a in op._schema.arguments]
     return {name: arg for name, arg in list(zip(names, args, strict=False))[some:] if name not in UNKNOWN}
-
-
-def _in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and hasattr(Tensor, name)
 
 
 def _rewrite_slice(graph: fx.Graph, node: fx.Node, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> None:

@@ -51,8 +51,17 @@ def outermost_module() -> nn.Module | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that ``torch.compile(model)`` wraps; any other as it is."""
-    return getattr(model, "_orig_mod", model)
+    """The model that ``torch.compile(model)`` wraps; any other as it is.
+
+    Raises:
+        TypeError: it is no module; says what to pass.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, nn.Module):
+        return model
+    given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    holds = isinstance(getattr(model, "model", None), nn.Module)  # a pipeline, a trainer
+    raise TypeError(f"model is {given}, not a torch.nn.Module: pass {'its .model' if holds else 'a model that is loaded'}")
 
 
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module) -> Captured:

@@ -80,7 +80,7 @@ def _word(name: str) -> str:
 
 def mutates(node: fx.Node) -> bool:
     """Whether the node writes into its first argument."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = str(node.target) if node.op == "call_method" else _name(node.target)
     dunder = name.startswith("__") and name.endswith("__")
     plain = name.strip("_") if dunder else name
     if plain in _IN_PLACE_OPERATORS:
@@ -88,6 +88,11 @@ def mutates(node: fx.Node) -> bool:
     if name in ("and_", "or_", "not_", "is_"):  # of the operator module, where keywords get an underscore
         return False
     return (not dunder and name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
+
+
+def _name(target: Any) -> str:
+    """A function's; an operator's without namespace and overload."""
+    return str(getattr(target, "__name__", "")).split(".")[0]
 
 
 _IN_PLACE_OPERATORS = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "imatmul"}
