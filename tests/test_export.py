@@ -282,7 +282,6 @@ def _windowed() -> tuple[nn.Module, dict[str, Tensor]]:
     return randomise(Qwen2_5_VLForConditionalGeneration(config).float().eval()), batch
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_program__computes_positions_ends_and_windows_of_grids_it_never_saw() -> None:
     model, batch = _windowed()

@@ -170,6 +170,11 @@ def leaves(recipe: Any) -> Iterator[Input]:
         yield from leaves(part)
 
 
+def is_made(recipe: Any) -> bool:
+    """Whether it names anything that was made of inputs, rather than inputs alone."""
+    return isinstance(recipe, (Operation, Returned)) or any(map(is_made, parts(recipe)))
+
+
 def parts(recipe: Any) -> Iterator[Any]:
     """The recipes that a recipe is made of."""
     if isinstance(recipe, Operation):
