@@ -55,7 +55,7 @@ def export_program(
 
     The program takes the tensors of ``example_inputs`` by keyword; everything else in it is fixed.  It returns the tensors of the
     model's output, by name where the output has names (``logits``); a cache is left out.  It holds torch's own ops, and those
-    of quantized linears: attention within images is a mask of P x P for P patches.
+    of quantized linears and, on a GPU, of a step's attention: attention within images is a mask of P x P for P patches.
 
     Args:
         model: in eval mode; it is as it was afterwards.

@@ -11,27 +11,22 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from mmqc.aot.torch_form import torch_form
-from mmqc.graph.program import KEPT, Program
+from mmqc.graph.program import Program
 from mmqc.graph.runner import run
 from mmqc.pipeline import FACTS, run_time_passes
 
 
 def fused(program: ExportedProgram) -> ExportedProgram:
     """The same function of the same inputs and weights; the program itself where nothing is to be fused."""
-    graph = torch_form(program.graph)
-    for node in graph.nodes:
-        if not node.users:  # it checks something, or writes
-            node.meta[KEPT] = True
-    prog = Program(graph, {}, _values(program), fragment=True)
+    prog = Program(torch_form(program.graph), {}, _values(program), fragment=True)
     left_out = dict.fromkeys(("caches", "counters", "prompts", "reads"), False)
-    with torch.no_grad():
-        run(prog, run_time_passes("sequence", **left_out), FACTS)
+    quantized = any(str(n.target).startswith("mmqc.") for n in prog.graph.nodes)
+    run(prog, run_time_passes("sequence", quantized=quantized, **left_out), FACTS)
     if not any(record.sites for record in prog.records):
         return program
     new = copy.copy(program)

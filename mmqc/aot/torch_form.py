@@ -1,6 +1,6 @@
 """An exported graph as Dynamo would have written it: the form in which the run-time passes know an operation.
 
-    aten.slice.Tensor(x, 1, 0, 4)  ->  x[:, 0:4]        aten.mean.dim(x, [-1], True)  ->  x.mean([-1], keepdim=True)
+    aten.slice.Tensor(x, 1, 0, 4)  ->  x[:, 0:4]        aten.mean.dim(x, [-1], True)  ->  x.mean([-1], True)
 
 What no pass looks at stays as it is.  Gone are slices of everything, and checks of what a trace knows (a tensor's dtype, its
 strides).  The graph runs as before; ``ExportedProgram.run_decompositions`` writes it in aten's ops again.
@@ -20,25 +20,10 @@ from torch import fx
 from mmqc.graph.sizes import EXAMPLE
 
 METHODS = {  # of a tensor, with the same arguments
-    *("add", "chunk", "clone", "contiguous", "cos", "div", "expand", "expand_as", "flatten", "index_select", "masked_fill"),
-    *("masked_scatter", "matmul", "mean", "mul", "neg", "permute", "pow", "reciprocal", "relu", "repeat_interleave", "reshape"),
-    *(
-        "rsqrt",
-        "sigmoid",
-        "sin",
-        "split",
-        "sqrt",
-        "square",
-        "squeeze",
-        "sub",
-        "sum",
-        "tanh",
-        "to",
-        "transpose",
-        "type_as",
-        "unbind",
-    ),
-    *("unflatten", "unsqueeze", "view"),
+    *("add", "chunk", "clone", "contiguous", "cos", "div", "expand", "expand_as", "flatten", "index_select"),
+    *("masked_fill", "masked_scatter", "matmul", "mean", "mul", "neg", "permute", "pow", "reciprocal", "relu"),
+    *("repeat_interleave", "reshape", "rsqrt", "sigmoid", "sin", "split", "sqrt", "square", "squeeze", "sub", "sum"),
+    *("tanh", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view"),
 }
 FUNCTIONS: dict[str, tuple[Callable[..., Any], int]] = {  # and the number of arguments that models do not name
     "cat": (torch.cat, 2),
@@ -85,8 +70,6 @@ def _rewrite(graph: fx.Graph, node: fx.Node, op: torch._ops.OpOverload) -> None:
     elif name == "slice":
         _rewrite_slice(graph, node, *args)
     elif _is_method(op, name) and isinstance(args[0], fx.Node):
-        if name in ("mean", "sum") and len(args) > 2:
-            node.args, node.kwargs = tuple(args[:2]), {"keepdim": args[2], **node.kwargs}
         node.op, node.target = "call_method", name
 
 

@@ -98,6 +98,8 @@ def test_export__quantized_model_with_padding() -> None:
     other = [padded((1, 10, 4)), padded((1, 4, 4), (1, 6, 4), (1, 2, 4)), padded((3, 2, 8), (1, 4, 2))]
     assert error(program, model, other) < FLIPPED
     assert foreign(program) == {"mmqc"}
+    ops = {str(n.target) for n in program.graph.nodes}
+    assert {"mmqc.norm_quantize.default", "mmqc.scaled_matmuls.default", "mmqc.scaled_matmul_epilogue.default"} <= ops
 
 
 # --- a model of nobody's ----------------------------------------------------------------------------------------------

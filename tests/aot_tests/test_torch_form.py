@@ -115,6 +115,7 @@ def test_torch_form__writes_into_inputs_and_says_so() -> None:
         lambda m, x: x[:, :, torch.tensor([0, 3, 3])],
         lambda m, x: x.repeat_interleave(2, 0),
         lambda m, x: torch.arange(3).repeat_interleave(torch.tensor([1, 0, 4])) + x[0, 0, 0],
+        lambda m, x: torch.repeat_interleave(torch.tensor([1, 0, 4])) + x[0, 0, 0],
         lambda m, x: x.add(x, alpha=2).div(3, rounding_mode="floor"),
         lambda m, x: m.conv(x[None]).new_zeros(2, x.shape[1]),
     ],
