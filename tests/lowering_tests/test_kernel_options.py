@@ -11,7 +11,7 @@ from cuda_source import compiled_kernels
 from mmqc.lowering.kernel_options import with_options
 
 HERE = Path(__file__).parent
-READ = (f"{HERE}/test_decode_attention.py::test_decode_attention__a_kernel_for_few_heads_for_some_and_for_many", __file__)
+READ = (f"{HERE}/test_decode_attention.py::test_decode_attention__a_launch_for_each_number_of_heads", __file__)
 
 
 def test_with_options__kernels_that_differ_in_them_are_of_different_functions():
