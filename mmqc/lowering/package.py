@@ -29,8 +29,7 @@ from mmqc.ops import kv_attention, kv_pack
 LOWER_BOUND = "aot_inductor.check_lowerbound"  # since torch 2.12
 LIBRARIES = "aot_inductor.custom_op_libs"
 TORCH = ("aten", "prims", "prim", "quantized", "mkldnn", "onednn", "inductor")  # whose ops a process with torch alone has
-
-SCALED = ("mmqc.scaled_matmul.default", "mmqc.scaled_matmuls.default")
+SCALED = ("mmqc.scaled_matmul.default", "mmqc.scaled_matmuls.default")  # of one linear, and of several that read one tensor
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 import mmqc
 from mmqc import recipes
+from mmqc.aot.fused import fused
 from mmqc.lowering import package
 from mmqc.lowering.package import in_float64
 
@@ -59,3 +60,25 @@ def test_in_float64__linears_with_scales_of_groups(config: mmqc.QuantConfig, cou
     assert in_float64(program) == count
     monkeypatch.setattr(package, "why_no_kernel", lambda node: None)  # as on a GPU
     assert in_float64(program) == 0
+
+
+class Pair(nn.Module):
+    """Two linears of one tensor, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.one(x) + self.other(x))
+
+
+@torch.no_grad()
+def test_in_float64__counts_linears_of_one_launch() -> None:
+    x = torch.randn(4, 16)
+    model = Pair().eval()
+    mmqc.quantize_(model, recipes.integer_scale(group_size=8), calibration=[{"x": x}], progress=False)
+    plain = torch.export.export(model, (x,))
+    program = fused(plain).run_decompositions({})
+    assert any("scaled_matmuls" in str(n.target) for n in program.graph.nodes)
+    assert in_float64(plain) == in_float64(program) == 2
