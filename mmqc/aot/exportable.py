@@ -55,7 +55,7 @@ def export_program(
 
     The program takes the tensors of ``example_inputs`` by keyword; everything else in it is fixed.  It returns the tensors of the
     model's output, by name where the output has names (``logits``); a cache is left out.  It holds torch's own ops, and those
-    of quantized linears and, on a GPU, of a step's attention: attention within images is a mask of P x P for P patches.
+    of quantized linears: attention within images is a kernel on a GPU, elsewhere a mask of P x P for P patches.
 
     Args:
         model: in eval mode; it is as it was afterwards.
@@ -81,7 +81,7 @@ def export_program(
     with torch.no_grad(), _kept(model):
         plan, sites = _found(model, [{**b, **constants} for b in (traced, *tensors)])
         whole = _Trace(model, plan, sites, constants).export(traced, shapes)
-        program = fused(whole).run_decompositions({torch.ops.mmqc_front.scaled_dot_product_attention.default: _one_mask})
+        program = fused(whole).run_decompositions(_decompositions(whole))
         check = _Check(model, constants, rounds(program), tensors)
         # On a GPU attention within segments has a kernel of its own already, and a code may round away.
         check.verify(whole, tensors, strictly=check.on_cpu)
@@ -266,6 +266,14 @@ _plain_tolist = FakeTensor.tolist
 def _tolist(tensor: FakeTensor) -> Any:
     """The values of a tensor; opaque where their number is dynamic."""
     return _plain_tolist(tensor) if all(isinstance(s, int) for s in tensor.shape) else _Lengths()
+
+
+def _decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Tensor]]:
+    """Of packed attention: none where a package has a kernel for it."""
+    from mmqc.lowering.segment_attention import OP, why_not_packaged
+
+    packed = [n for n in program.graph.nodes if n.target is OP]
+    return {OP: _one_mask} if any(map(why_not_packaged, packed)) else {}
 
 
 def _one_mask(

@@ -40,7 +40,7 @@ def test_export__the_whole_forward(name: str, tmp_path: Path) -> None:
 
 
 def test_export__launches_what_a_compiled_graph_does(tmp_path: Path) -> None:
-    """Attention of a step in parts, gate and up in one launch, patches as a product: compared with the model by export itself."""
+    """Attention within images, that of a step, gate and up in one launch, patches as a product; export compares with the model."""
     sample = mmqc.samples.load("digits-vqa")
     model = sample.model.cuda().bfloat16()
     batches = [{k: v.cuda().bfloat16() if v.is_floating_point() else v.cuda() for k, v in b.items()} for b in sample.calibration(4)]
@@ -51,6 +51,7 @@ def test_export__launches_what_a_compiled_graph_does(tmp_path: Path) -> None:
     assert b"decode_attention_kernel" in code["decode"]
     assert b"norm_quantize_kernel" in code["prefill"]
     assert b"convolution" not in code["vision"]
+    assert b"packed_attention_kernel" in code["vision"]
     assert all(b"scaled_matmul_kernel" in c for c in code.values())
 
 
