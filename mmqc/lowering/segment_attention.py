@@ -87,6 +87,6 @@ def _launched(q: TensorBox, k: TensorBox, v: TensorBox, ends: TensorBox, scale: 
     rows, heads, _ = operands[0].shape
     y = launch.Operand.sized(launch.empty(operands[0].shape, operands[0].dtype, operands[0].device))
     made = kernel.launch(*operands, of_segments, y, scale, causal=is_causal)
-    tiles = FloorDiv(rows, kernel.Config().rows) + of_segments.shape[0] - 1
+    tiles = FloorDiv(rows, made.constants["ROWS"]) + of_segments.shape[0] - 1
     launch.emit(made._replace(grid=(tiles, heads)), rows, rows)
     return lowerings[aten.permute.default](lowerings[aten.unsqueeze.default](y.box, 0), [0, 2, 1, 3])

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmqc.kernels.attention.segment_attention import widths
-from mmqc.kernels.shared.device_facts import why_not_here
+from mmqc.kernels.shared.device_facts import shared_bytes, why_not_here
 from mmqc.kernels.shared.launch import Launch
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -35,12 +35,21 @@ LOWEST = tl.constexpr(-1e30)  # of a score that does not count: finite, for the 
 
 
 class Config(NamedTuple):
-    """Tiles of ``rows`` queries and ``keys`` keys."""
+    """Tiles of ``rows`` queries and ``keys`` keys, ``stages`` of the latter in shared memory."""
 
-    rows: int = 128
+    rows: int = 64
     keys: int = 64
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
+
+
+def configured(d: int, shared: int) -> Config:
+    """The tiles of heads of ``d`` channels where a program may have ``shared`` bytes: measured on an H200, otherwise what fits."""
+    main, rest = widths(d)
+    rows = 128 if rest and main <= 64 else 64
+    fits = ((keys, stages) for keys, stages in ((64, 3), (64, 2)) if 2 * (main + rest) * (rows + 2 * stages * keys) <= shared)
+    keys, stages = next(fits, (32, 2))
+    return Config(rows, keys, 4, stages)
 
 
 @triton.jit
@@ -156,7 +165,7 @@ def launch(
 ) -> Launch:
     """Fill y [T, H, D]; all in row-major order; T and the number of segments may be symbols of a graph."""
     rows, heads, d = q.shape
-    c = config or Config()
+    c = config or configured(d, shared_bytes(q.device))
     main, rest = widths(d)
     return Launch(
         kernel=packed_attention_kernel,

@@ -42,6 +42,8 @@ CASES = [
     (2, 1, 16, [0, 32, 64, 65, 80, 80, 99], False),
     (1, 1, 88, [0, 40, 40, 40], False),
     (1, 1, 112, [0, 20], False),
+    (1, 1, 160, [0, 40], False),
+    (1, 1, 256, [0, 33], False),
     (4, 2, 128, [0, 35, 65], True),
     (6, 2, 64, [0, 5, 71], True),
 ]
@@ -91,6 +93,13 @@ def test_packed_attention__keeps_the_nans_of_a_segment_there(what):
     y = kernel.packed_attention(**given, ends=torch.tensor(ends, device=DEVICE), config=SMALL)
     assert_close(y[:, :, :17], want[:, :, :17], DTYPES[0])
     assert y[:, :, 17:].isnan().all()
+
+
+@pytest.mark.parametrize("shared", [232_448, 166_912, 101_376], ids=["hopper", "a100", "other-ampere"])
+def test_configured__fits_any_width(shared):
+    for d in range(16, 257):
+        c, width = kernel.configured(d, shared), sum(kernel.widths(d))
+        assert 2 * width * (c.rows + 2 * c.stages * c.keys) <= shared, (d, c)
 
 
 def test_why_not__says_what_is_not_attended_to():
