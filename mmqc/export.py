@@ -254,9 +254,8 @@ class _Job:
             try:
                 metadata = {**described(program), **self._cache(name)}
                 as_eager = self.on_cpu and rounds(program)
-                files[name] = package.compile_program(
-                    program, as_eager=as_eager, metadata=metadata, weights_apart=weights is not None
-                )
+                apart, step = weights is not None, name == "decode"
+                files[name] = package.compile_program(program, as_eager=as_eager, metadata=metadata, weights_apart=apart, step=step)
             except RuntimeError as error:
                 raise ExportError([f"{name}: {error}"]) from error
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 A comment in front of a block says what is special about it:
 
     <!-- block: preamble -->            the page's later blocks begin with it
-    <!-- block: after 1 -->             begins with that block too; the page's first one is 0
+    <!-- block: after 1 -->             begins with that block too, and what that one begins with; the page's first one is 0
     <!-- block: asks a server -->       runs beside `mmqc serve`
     <!-- block: needs several GPUs -->  and <!-- block: part of a file --> are not run
 """
@@ -47,9 +47,10 @@ def blocks(page: Path) -> list[Block]:
 
 def program(block: Block, page: list[Block]) -> str:
     """The code in front of a block, and its own."""
-    after = int(block.how.removeprefix("after ")) if block.how.startswith("after ") else None
-    wanted = [other for other in page[: block.number] if other.how == "preamble" or other.number == after]
-    return "\n".join(each.code for each in [*wanted, block])
+    chain = [block]
+    while chain[-1].how.startswith("after "):
+        chain.append(page[int(chain[-1].how.removeprefix("after "))])
+    return "\n".join(each.code for each in page[: block.number + 1] if each.how == "preamble" or each in chain)
 
 
 ALL = [(block, program(block, page)) for page in map(blocks, PAGES) for block in page if block.how not in NOT_RUN]
@@ -68,6 +69,11 @@ def test_blocks__every_one_is_found_and_its_comment_means_something():
     assert sum(text.count("<!-- block:") for text in texts) == sum(bool(block.how) for block in found)
     odd = [b for b in found if not re.fullmatch(r"|preamble|after \d+|asks a server|" + "|".join(NOT_RUN), b.how)]
     assert not odd
+
+
+def test_program__begins_with_preambles_and_what_its_block_is_after():
+    page = [Block("page", i, how, f"{i}") for i, how in enumerate(["preamble", "", "after 1", "", "preamble", "after 2"])]
+    assert [program(block, page).split() for block in page[1:]] == [list(n) for n in ("01", "012", "03", "04", "01245")]
 
 
 @pytest.mark.slow

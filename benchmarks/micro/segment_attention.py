@@ -4,7 +4,9 @@
     python -m benchmarks.micro.segment_attention --dry          every step of the peers once, tiny, on the CPU
 
 One call is one layer.  Peers are torch's backends, for a batch of the same segments where all are of one length and contiguous, and
-its variable-length kernel (FlashAttention 2).  Rates count useful products: 4 D for each pair of a query and a key of one segment.
+its variable-length kernel (FlashAttention 2).  "packed" is the kernel of packages, on operands in row-major order, as those are;
+"masked" is torch's attention with a mask of T x T, made before, which a package had.  Rates count useful products: 4 D for each
+pair of a query and a key of one segment.
 ``--tune`` times a list of configurations too.
 """
 
@@ -37,6 +39,7 @@ SHAPES: dict[str, tuple[int, int, int, list[int], bool]] = {
 }
 KEYS, STAGES = (64, 128), (2, 3)
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+MASKED = 9000  # rows, at most, of a mask
 WORST = 1e-2  # relative error of a check
 
 
@@ -62,6 +65,14 @@ def varlen(packed: Sequence[Tensor], ends: Tensor, longest: int, causal: bool) -
     return y
 
 
+def bias(ends: Tensor, rows: int, dtype: torch.dtype, causal: bool) -> Tensor:
+    """[T, T]: 0 for a query and a key of one segment, else -inf."""
+    segment = torch.bucketize(torch.arange(rows, device=ends.device), ends, right=True)
+    seen = segment[:, None] == segment
+    seen = seen.tril() if causal else seen
+    return torch.zeros(seen.shape, dtype=dtype, device=ends.device).masked_fill_(~seen, -torch.inf)
+
+
 def check(run: Run, name: str, y: Tensor, packed: Sequence[Tensor], ends: list[int], causal: bool) -> None:
     """Against float32, segment by segment, a head at a time."""
     q, k, v = packed
@@ -83,6 +94,7 @@ def measure(run: Run, name: str, shape: tuple[int, int, int, list[int], bool], r
     q, k, v = packed = [torch.randn(1, h, edges[-1], d, device=run.device).to(run.dtype) for h in (heads, of_keys, of_keys)]
     ways: dict[str, Any] = {}
     if not run.dry:
+        from mmqc.kernels.attention.packed_attention import packed_attention
         from mmqc.kernels.attention.segment_attention import Config, segment_attention
 
         run.attempt(
@@ -93,6 +105,13 @@ def measure(run: Run, name: str, shape: tuple[int, int, int, list[int], bool], r
             config = Config(keys, stages)
             ways[str(config)] = lambda c=config: segment_attention(q, k, v, ends, causal=causal, config=c)
         by_token = [t[0].transpose(0, 1).contiguous() for t in packed]
+        by_head = [t.transpose(0, 1)[None] for t in by_token]
+        y = packed_attention(*by_head, ends, causal=causal)
+        run.attempt(f"{name}: check of packed", lambda: check(run, f"{name}, packed", y, packed, edges, causal))
+        ways["packed"] = lambda: packed_attention(*by_head, ends, causal=causal)
+        if edges[-1] <= MASKED:
+            mask = bias(ends, edges[-1], q.dtype, causal)
+            ways["masked"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != of_keys)
         if heads == of_keys:
             ways["varlen"] = lambda: varlen(by_token, ends, max(lengths), causal)
     if len(set(lengths)) == 1:

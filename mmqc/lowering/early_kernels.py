@@ -15,11 +15,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from mmqc.lowering.early_cpp import launching_early
 
 _starts_early: ContextVar[bool] = ContextVar("kernels start before the one in front has ended", default=False)
 _PLAIN = "'launch_pdl': False"
@@ -66,7 +68,8 @@ def starting_early(scheduling: Any, whether: bool) -> Iterator[None]:
     _teach(scheduling)
     token = _starts_early.set(whether)
     try:
-        yield
+        with launching_early() if whether else nullcontext():
+            yield
     finally:
         _starts_early.reset(token)
 

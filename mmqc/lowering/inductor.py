@@ -174,7 +174,7 @@ def compile_graph(
     patches: Mapping[str, Any],
     observe: Callable[[fx.GraphModule, str], None] | None,
 ) -> Callable[..., Any]:
-    """Inductor's ``compile_fx`` under ``patches`` of its config.
+    """Inductor's ``compile_fx`` under ``patches`` of its config; in CUDA graphs kernels start early (early_kernels.py).
 
     ``observe`` sees every graph that reaches code generation, forward or backward, with the generated wrapper's source;
     AOTAutograd's cache would skip it, so that cache is off while somebody observes.
@@ -227,13 +227,16 @@ def depends(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> frozenset[int]
     return known_transforms(gm, example_inputs) if on_cuda else frozenset()
 
 
-def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> list[Any]:
-    """Ahead-of-time compilation of an exported program's module: the files of a package."""
+def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any], *, early: bool) -> list[Any]:
+    """Ahead-of-time compilation of an exported program's module: the files of a package; ``early`` as in CUDA graphs above."""
     known = known_transforms(module, ())  # its factors are buffers
     tag = compiler_config.cache_key_tag
     tagged = compiler_config.patch(cache_key_tag=tag + _TAG)
-    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays():
-        return torch._inductor.aot_compile(module, args, kwargs, options={**_WORKAROUNDS, **options})  # type: ignore[return-value]
+    early = early and any(map(can_start_early, (*args, *kwargs.values())))
+    options = {**_WORKAROUNDS, **(_ONE_LAUNCH if early else {}), **options}
+    starts = starting_early(TritonScheduling, early)
+    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays(), starts:
+        return torch._inductor.aot_compile(module, args, kwargs, options=options)  # type: ignore[return-value]
 
 
 def forget_traces() -> None:

@@ -21,6 +21,7 @@ from sympy import Integer, Max, Min
 from mmqc.kernels.matmul.product import Caller, Product
 from mmqc.kernels.shared.device_facts import ceil_div
 from mmqc.kernels.shared.launch import Launch, Shape
+from mmqc.lowering.early_kernels import starts_early
 from mmqc.lowering.inductor import (
     FloorDiv,
     TensorBox,
@@ -38,7 +39,7 @@ from mmqc.lowering.inductor import (
 )
 
 aten = torch.ops.aten
-REGIMES = (16, 64, 256)  # the last row of each regime but the last one
+REGIMES = (16, 64, 256)  # bounds of regimes of rows
 MANY = 2048  # rows of the last regime, if nothing is known of them
 COUNTERS = 1 << 16
 
@@ -112,15 +113,36 @@ def regimes(rows: Any, up_to: int | None = None) -> Iterator[tuple[int, Any]]:
         yield rows, None
         return
     above = 0
-    for last in REGIMES if up_to is None else (*(last for last in REGIMES if last < up_to), up_to):
+    for last in bounds() if up_to is None else (*(last for last in bounds() if last < up_to), up_to):
         if at_most(rows, last):
-            yield last, (_from(rows, above) if above and not at_least(rows, above + 1) else None)
+            yield last, (_from(rows, above) if above and not _certainly(rows, above + 1) else None)
             return
-        if not at_least(rows, last + 1):
+        if not _certainly(rows, last + 1):
             yield last, _from(rows, above) * no_more_than(rows, last)
             above = last
     if up_to is None:
         yield max(size_hint(rows, MANY), MANY), (_from(rows, above) if above else None)
+
+
+def _certainly(rows: Any, least: int) -> bool:
+    """Whether there are at least so many rows; a trace takes two for the least number, and a step has one."""
+    return at_least(rows, least) and not (least == 2 and for_step())
+
+
+def bounds() -> tuple[int, ...]:
+    """The last row of each regime but the last one."""
+    return (1, *REGIMES) if for_step() else REGIMES
+
+
+def for_step() -> bool:
+    """Whether the code is a package's step of decoding: of any number of rows, and of one most of the time."""
+    return for_package() and starts_early()
+
+
+def expected(rows: Any) -> int:
+    """The rows that a plan for any number of them is made for: in a step the example's, else many, for its prompt may be short."""
+    hint = size_hint(rows, MANY)
+    return hint if for_step() else max(MANY, hint)
 
 
 def of_any_rows(products: Sequence[Product], rows: Any, planned: int, up_to: int | None = None) -> list[Product]:
@@ -128,7 +150,7 @@ def of_any_rows(products: Sequence[Product], rows: Any, planned: int, up_to: int
 
     Where these are more than ``planned``, no sum is split over programs, whose parts would have memory for ``planned`` rows.
     """
-    bounded = isinstance(rows, int) or planned in (*REGIMES, up_to) or at_most(rows, planned)
+    bounded = isinstance(rows, int) or planned in (*bounds(), up_to) or at_most(rows, planned)
     return [product if bounded else product._replace(tile=product.tile.unsplit()) for product in products]
 
 

@@ -70,7 +70,7 @@ def in_float64(program: ExportedProgram) -> int:
 
 
 def compile_program(
-    program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str], weights_apart: bool = False
+    program: ExportedProgram, *, as_eager: bool, metadata: Mapping[str, str], weights_apart: bool = False, step: bool = False
 ) -> list[Any]:
     """Compile for the device of the program's weights.
 
@@ -79,6 +79,7 @@ def compile_program(
         as_eager: take torch's kernels where generated code would add up in another order.
         metadata: stored with the compiled program.
         weights_apart: leave the program's weights out; ``load_program`` is given them.
+        step: a step of decoding, whose kernels are so short that a GPU waits for launches.
 
     Returns:
         The files of the package.
@@ -101,7 +102,7 @@ def compile_program(
         program = program.run_decompositions(plain)
     module: Any = program.module(check_guards=False)
     with torch.no_grad(), torch_kernels() if as_eager else nullcontext(), one_cpp_library() as linked:
-        files = inductor.aot_files(module, args, kwargs, {**options, **linked})
+        files = inductor.aot_files(module, args, kwargs, {**options, **linked}, early=step)
     called = sorted({op for file in files if str(file).endswith(".json") for op in _external(Path(file))})
     if called:
         raise RuntimeError(f"these ops are Python on this device and cannot be part of a package: {', '.join(called)}")

@@ -46,10 +46,9 @@ from mmqc.lowering.inductor import (
     for_package,
     is_known_transform,
     lowerings,
-    size_hint,
     static_int,
 )
-from mmqc.lowering.launch import MANY, Operand, box_of, emit, more_than, no_more_than
+from mmqc.lowering.launch import Operand, box_of, emit, expected, for_step, more_than, no_more_than
 from mmqc.lowering.on_cuda import row_scale
 from mmqc.lowering.python_call import call, has_python
 
@@ -62,13 +61,13 @@ TURNS = 1 << 20  # rows of a persistent grid for any number of them: programs wi
 class Rows:
     """x [..., K] as the rows that a plan is made for, the other operands with as many, and memory for their results.
 
-    Of any number of rows the plan is one for many: what the graph was traced with may have been a short prompt.
+    Of any number of rows the plan is one for as many as are ``expected``.
     """
 
     def __init__(self, x: TensorBox, many: int | None = None) -> None:
         self.size, matrix = list(x.get_size()), Operand.matrix(x)
         self.count: Any = matrix.shape[0]
-        self.planned = self.count if isinstance(self.count, int) else many or max(MANY, size_hint(self.count, MANY))
+        self.planned = self.count if isinstance(self.count, int) else many or expected(self.count)
         self.x: Any = matrix.of(self.planned)
 
     def like_x(self, box: TensorBox | None) -> Any:
@@ -175,7 +174,7 @@ def norm_per_token(
 def quantize(x: TensorBox, scale: TensorBox, visual: TensorBox | None, bits: int, kind: torch.dtype) -> TensorBox | None:
     """Q of many rows."""
     rows = Rows(x)
-    if isinstance(rows.count, int) and rows.count <= INDUCTOR_ROWS:
+    if (isinstance(rows.count, int) or for_step()) and rows.planned <= INDUCTOR_ROWS:
         return None
     plan = quantize_kernel.plan(rows.x, row_scale(scale, visual, rows.size[:-1]), bits, kind, rows.new)
     return None if isinstance(plan, Refusal) else rows.shaped(rows.emit(plan))[0]

@@ -49,6 +49,9 @@ def test_export__launches_what_a_compiled_graph_does(tmp_path: Path) -> None:
     with ZipFile(path) as file:
         code = {p: b"".join(file.read(n) for n in file.namelist() if f"/{p}/" in n) for p in ("vision", "prefill", "decode")}
     assert b"decode_attention_kernel" in code["decode"]
+    if torch.cuda.get_device_capability()[0] >= 9:
+        assert b"launchKernelEarly(kernels_" in code["decode"]
+        assert b"launchKernelEarly(kernels_" not in code["prefill"]
     assert b"norm_quantize_kernel" in code["prefill"]
     assert b"convolution" not in code["vision"]
     assert b"packed_attention_kernel" in code["vision"]

@@ -349,6 +349,27 @@ def test_plans__a_package_launches_what_python_need_not_choose(name: str, packed
             assert not any(launch[0].startswith("unpack") for _, launch in graph)
 
 
+@pytest.mark.parametrize("name", ["scaled int8", "scaled int4", "groups int4", "weight_only int4"])
+def test_plans__a_step_in_a_package_has_launches_for_one_row(name: str, packed: list[tuple[Any, Any]], monkeypatch: Any) -> None:
+    monkeypatch.setattr(graph_launch, "starts_early", lambda: True)
+    monkeypatch.setattr(graph_launch, "at_least", lambda size, bound: bound <= 2)  # as a trace has it
+    for n, k in {(n, k) for _, n, k in shapes_of(name)[0]}:
+        for case in shapes_of(name)[1](n, k):
+            graph = case.run(packed, ROWS, True)
+            assert {planned for planned, _ in graph} == {1, *graph_launch.REGIMES, graph_launch.MANY}
+            assert [normal(found, 1) for planned, found in graph if planned == 1] == [
+                normal(found, 1) for _, found in case.run(packed, 1, False)
+            ]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 300])
+def test_expected__rows_of_a_step_are_as_many_as_in_its_example(rows: int, packed: list[Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(graph_launch, "size_hint", lambda size, fallback: rows)
+    assert graph_launch.expected(ROWS) == graph_launch.MANY
+    monkeypatch.setattr(graph_launch, "starts_early", lambda: True)
+    assert graph_launch.expected(ROWS) == rows
+
+
 @pytest.mark.parametrize("name", ["scaled int4", "groups int4", "epilogue int4", "weight_only int4"])
 def test_plans__no_sum_of_any_number_of_rows_is_split(name: str, packed: list[tuple[Any, Any]], monkeypatch: Any) -> None:
     """Parts of sums have memory for the rows that a launch was planned for: more of them wrote behind it, in packages."""

@@ -9,6 +9,7 @@ from tests.newcomer.row import Row
 
 MADE = "quantize model --calibration data --recipe gptq"
 LISTED = ("quantize", "ask", "eval", "bench", "serve", "explain", "report", "export", "doctor")
+LONG = "quantize model --calibration data --recipe learned"  # seconds a block
 HALFWAY = "vision_tower.encoder.layers.1"  # the bar names the layer that it is at
 HARNESS = ("lm_eval", "datasets")
 QUICK = 4.0  # seconds of a processor before a mistake of typing is told, torch not imported
@@ -66,7 +67,7 @@ ROWS = (
         makes="job",
     ),
     Row("resumed", f"{MADE} --out resumed --resume-dir job", ("saved in resumed",), then=same("resumed", "w4"), after=("w4",)),
-    Row("Ctrl-C", f"{MADE} --out stopped", interrupted=signal.SIGINT, at=HALFWAY, then=nothing("stopped")),
+    Row("Ctrl-C", f"{LONG} --out stopped", interrupted=signal.SIGINT, at=HALFWAY, then=nothing("stopped")),
     Row("the data is empty", "quantize model --calibration empty --out x", ("data.jsonl is empty",), refused=True),
     Row("the data is broken", "quantize model --calibration broken --out x", ("data.jsonl:2:",), refused=True),
     Row("an image is missing", "quantize model --calibration missing --out x", ("data.jsonl:1:", "none.png"), refused=True),

@@ -1,0 +1,47 @@
+import re
+from types import SimpleNamespace
+
+import pytest
+from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
+from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+from torch._inductor.utils import IndentedBuffer
+
+from mmqc.lowering.early_cpp import launching_early
+
+
+def launch(**options) -> str:
+    """What Inductor writes for a launch."""
+    meta = {"constants": {}, "signature": {"x": "*fp32"}, **options}
+    params = {"def_args": ["x"], "call_args": ["x"], "triton_meta": meta, "num_warps": 4, "shared_mem": 64}
+    wrapper = SimpleNamespace(device="cuda", generate_args_decl=lambda *a, **k: "&x")
+    prefix = IndentedBuffer()
+    DeferredTritonCallWrapper("call", "kernel", {}, [float]).generate_launch_kernel(prefix, wrapper, "kernels_.kernel", params)
+    return prefix.getvalue()
+
+
+def taken(driver: str, name: str) -> str:
+    """What a function of the C++ helpers takes, in one line."""
+    (found,) = re.findall(rf"static inline void {name}\((.*?)\)", driver, re.DOTALL)
+    return " ".join(found.split())
+
+
+@pytest.mark.parametrize("options", [{}, {"launch_pdl": False}])
+def test_launching_early__other_launches_stay(options: dict) -> None:
+    plain = launch(**options)
+    assert "launchKernel(kernels_.kernel, " in plain
+    with launching_early():
+        assert launch(**options) == plain
+
+
+def test_launching_early__what_asks_for_it() -> None:
+    plain = launch(launch_pdl=True)
+    with launching_early():
+        assert launch(launch_pdl=True) == plain.replace("launchKernel(", "launchKernelEarly(") != plain
+    assert launch(launch_pdl=True) == plain
+
+
+def test_launching_early__the_helper_takes_what_inductors_takes() -> None:
+    with launching_early():
+        driver = CUDADeviceOpOverrides().kernel_driver()
+    assert taken(driver, "launchKernelEarly") == taken(driver, "launchKernel")
+    assert "launchKernelEarly" not in CUDADeviceOpOverrides().kernel_driver()
