@@ -73,6 +73,7 @@ from mmqc.lowering.known_transforms import known_transforms
 from mmqc.lowering.modular_indexing import mend
 from mmqc.lowering.plain_strides import plain_strides
 from mmqc.lowering.quick_launch import launching_quickly
+from mmqc.lowering.small_constants import small_constants_in_memory
 from mmqc.lowering.unbacked import layouts, renamed_again, slices_of_views, written_slices
 
 __all__ = [
@@ -234,8 +235,8 @@ def aot_files(module: Any, args: Any, kwargs: Any, options: Mapping[str, Any], *
     tagged = compiler_config.patch(cache_key_tag=tag + _TAG)
     early = early and any(map(can_start_early, (*args, *kwargs.values())))
     options = {**_WORKAROUNDS, **(_ONE_LAUNCH if early else {}), **options}
-    starts = starting_early(TritonScheduling, early)
-    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays(), starts:
+    starts, constants = starting_early(TritonScheduling, early), small_constants_in_memory()
+    with decompositions_changed(), tagged, trusted_transforms(known), descriptors_in_cpp(), declared_arrays(), starts, constants:
         return torch._inductor.aot_compile(module, args, kwargs, options=options)  # type: ignore[return-value]
 
 
