@@ -104,8 +104,10 @@ def main() -> None:
     rows = [r for r in rows if r | given != r]
     plain = mock.patch.object(exportable, "fused", lambda program: program) if args.plain else nullcontext()
     with torch.no_grad(), TemporaryDirectory() as folder, plain:
-        rows.append(given | measured(run, args.recipe, args.layers, args.programs, Path(folder)))
-    args.out.write_text(json.dumps({**facts(run), "rows": rows}, indent=1) + "\n")
+        found = measured(run, args.recipe, args.layers, args.programs, Path(folder))
+    about = facts(run)
+    rows.append(given | found | {"commit": about.pop("commit")})
+    args.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -168,18 +168,20 @@ def whole(run: dict[str, Any]) -> list[str]:
             f"{r['loaded_gib']:.2f}",
             f"{r['left_behind_gib']:.2f}",
             *(f"{r[name]:.2f}" if name in r else "–" for name in ("prefill_ms", "decode_ms", "decode_graph_ms")),
+            r["commit"][:8],
         ]
         for r in run["rows"]
     ]
     head = ["recipe", "layers", "programs", "fused", "export, min", "package, MiB", "weights, GiB", "loading, s", "loaded, GiB"]
-    head += ["export left, GiB", "prefill of 917 tokens, ms", "decode, ms", "decode in a CUDA graph, ms"]
+    head += ["export left, GiB", "prefill of 917 tokens, ms", "decode, ms", "decode in a CUDA graph, ms", "commit"]
     return [
         "## A whole decoder with one file of weights",
         "",
-        f"{where(run)[:-1]}, commit {run['commit'][:8]}. Qwen2-VL-7B's widths, random weights in bfloat16, the tower's blocks two, "
+        f"{where(run)} Qwen2-VL-7B's widths, random weights in bfloat16, the tower's blocks two, "
         "which these programs do not have. Milliseconds by the clock, one call after the other; the CUDA graph is of a program "
         "loaded with `run_single_threaded=True`. What export left is on the device when the model is gone. "
-        "Fused: with the run-time passes ([ADR 58](../adr/0058-packages-are-fused.md)).",
+        "Fused: with the run-time passes ([ADR 58](../adr/0058-packages-are-fused.md)). Rows of another commit are of another "
+        "machine of the same kind.",
         "",
         *table(head, rows, "---"),
     ]

@@ -238,6 +238,7 @@ def test_lowered__a_package_calls_no_op(launched: Launched, monkeypatch: pytest.
 def test_lowered__any_number_of_rows_is_planned_as_many(first: int, planned: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that any prompt will run may have been traced with a short one."""
     count = sympy.Symbol("s0", positive=True, integer=True)
-    monkeypatch.setattr(lowered, "size_hint", lambda size, unknown: first)
+    monkeypatch.setattr(emitting, "size_hint", lambda size, unknown: first)
+    monkeypatch.setattr(emitting, "for_package", lambda: False)
     monkeypatch.setattr(lowered.Operand, "matrix", lambda box: SimpleNamespace(shape=box.get_size(), of=lambda rows: rows))
     assert lowered.Rows(SimpleNamespace(get_size=lambda: [count, 64])).x == planned
