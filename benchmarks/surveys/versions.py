@@ -66,6 +66,8 @@ BORDER = {
     "Inductor": (
         "tests/lowering_tests/test_inductor.py",
         "tests/lowering_tests/test_cpp_descriptors.py",
+        "tests/lowering_tests/test_early_cpp.py",
+        "tests/lowering_tests/test_small_constants.py",
         "tests/lowering_tests/test_lowering.py::test_lowerings__dynamic_rows_compile_once",
     ),
     "AOTInductor: a model exported and run": ("tests/aot_tests/test_exportable.py::test_export__sample_on_other_shapes",),
