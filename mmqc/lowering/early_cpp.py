@@ -1,4 +1,4 @@
-"""Launches in a package's C++ of kernels that start before the one in front has ended (early_kernels.py): Inductor has none.
+"""Launches in C++ of kernels that start before the one in front has ended (early_kernels.py), which Inductor has from torch 2.15 on.
 
     launchKernel(kernels_.triton_poi_fused_add, grid_0, ...)    ->    launchKernelEarly(kernels_.triton_poi_fused_add, grid_0, ...)
 
@@ -15,6 +15,7 @@ from unittest import mock
 from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
+HAS_OWN = hasattr(CUDADeviceOpOverrides, "cpp_kernel_launch_supports_pdl")  # and asks the same options
 _THEIRS, _OURS = "launchKernel(", "launchKernelEarly("
 _LAUNCH = """
     [[maybe_unused]] static inline void launchKernelEarly(
@@ -50,6 +51,9 @@ _generate = DeferredTritonCallWrapper.generate_launch_kernel
 @contextmanager
 def launching_early() -> Iterator[None]:
     """C++ wrappers that are generated meanwhile launch early what asks for it."""
+    if HAS_OWN:
+        yield
+        return
     with (
         mock.patch.object(CUDADeviceOpOverrides, "kernel_driver", lambda self: _driver(self) + _LAUNCH),
         mock.patch.object(DeferredTritonCallWrapper, "generate_launch_kernel", _generate_early),

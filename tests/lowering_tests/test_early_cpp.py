@@ -6,7 +6,9 @@ from torch._inductor.codegen.cpp_wrapper_gpu import DeferredTritonCallWrapper
 from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 from torch._inductor.utils import IndentedBuffer
 
-from mmqc.lowering.early_cpp import launching_early
+from mmqc.lowering.early_cpp import HAS_OWN, launching_early
+
+ours = pytest.mark.skipif(HAS_OWN, reason="this torch launches early itself")
 
 
 def launch(**options) -> str:
@@ -25,6 +27,7 @@ def taken(driver: str, name: str) -> str:
     return " ".join(found.split())
 
 
+@ours
 @pytest.mark.parametrize("options", [{}, {"launch_pdl": False}])
 def test_launching_early__other_launches_stay(options: dict) -> None:
     plain = launch(**options)
@@ -33,6 +36,7 @@ def test_launching_early__other_launches_stay(options: dict) -> None:
         assert launch(**options) == plain
 
 
+@ours
 def test_launching_early__what_asks_for_it() -> None:
     plain = launch(launch_pdl=True)
     with launching_early():
@@ -40,8 +44,17 @@ def test_launching_early__what_asks_for_it() -> None:
     assert launch(launch_pdl=True) == plain
 
 
+@ours
 def test_launching_early__the_helper_takes_what_inductors_takes() -> None:
     with launching_early():
         driver = CUDADeviceOpOverrides().kernel_driver()
     assert taken(driver, "launchKernelEarly") == taken(driver, "launchKernel")
     assert "launchKernelEarly" not in CUDADeviceOpOverrides().kernel_driver()
+
+
+@pytest.mark.skipif(not HAS_OWN, reason="this torch has launches without options")
+def test_launching_early__leaves_a_torch_that_has_it_alone() -> None:
+    plain = CUDADeviceOpOverrides().kernel_driver()
+    with launching_early():
+        assert CUDADeviceOpOverrides().kernel_driver() == plain
+    assert "launchPdl" in plain
