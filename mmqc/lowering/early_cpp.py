@@ -1,4 +1,4 @@
-"""Launches in C++ of kernels that start before the one in front has ended (early_kernels.py), which Inductor has from torch 2.15 on.
+"""Launches in C++ of kernels that start before the one in front has ended (early_kernels.py): Inductor has them from torch 2.15 on.
 
     launchKernel(kernels_.triton_poi_fused_add, grid_0, ...)    ->    launchKernelEarly(kernels_.triton_poi_fused_add, grid_0, ...)
 
