@@ -273,7 +273,10 @@ def _decompositions(program: ExportedProgram) -> dict[Any, Callable[..., Tensor]
     from mmqc.lowering.segment_attention import OP, why_not_packaged
 
     packed = [n for n in program.graph.nodes if n.target is OP]
-    return {OP: _one_mask} if any(map(why_not_packaged, packed)) else {}
+    reason = next(filter(None, map(why_not_packaged, packed)), None)
+    if reason is not None and packed[0].meta["val"].is_cuda:
+        logger.warning("attention within images is a mask of P x P, all of whose scores are computed: %s", reason)
+    return {} if reason is None else {OP: _one_mask}
 
 
 def _one_mask(

@@ -1,6 +1,7 @@
 """Whole forwards as exported programs: other shapes than the traced ones, and clear refusals."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,11 +10,14 @@ from float64 import relative_error
 from models import IMAGE, MERGE, PATCH, text_with_images, tiny_qwen2_vl
 from quantized_vlm import quantized_vlm
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from mmqc import samples
+from mmqc.aot import exportable
 from mmqc.aot.exportable import ExportError, derived_shapes, export_program
+from mmqc.lowering import segment_attention
 
 SAME = 1e-5  # float32; the same sums in another order
 FLIPPED = 3e-2  # of a quantized model: a code or two on the other side of a tie, by those sums
@@ -232,3 +236,17 @@ def test_export__too_few_placeholders_are_an_error() -> None:
     assert IMAGE not in ids
     with pytest.raises(RuntimeError):
         program.module()(**{**batches[0], "input_ids": ids})
+
+
+@pytest.mark.parametrize(
+    ("device", "reason", "told"), [("cuda", "queries in float32", True), ("cpu", "a CPU", False), ("cuda", None, False)]
+)
+def test_export__says_that_a_gpu_computes_a_mask(device, reason, told, monkeypatch, caplog) -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(segment_attention.OP, ())
+    with FakeTensorMode():
+        node.meta["val"] = torch.empty(1, device=device)
+    monkeypatch.setattr(segment_attention, "why_not_packaged", lambda node: reason)
+    found = exportable._decompositions(SimpleNamespace(graph=graph))
+    assert list(found) == ([] if reason is None else [segment_attention.OP])
+    assert ("P x P" in caplog.text and "float32" in caplog.text) is told
