@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_run import Run, arguments, facts, relative_error
+from mmqc.kernels.attention.variable_length import segments
 
 # What it is: query heads, KV heads, channels, lengths of the segments, whether causal.
 SHAPES: dict[str, tuple[int, int, int, list[int], bool]] = {
@@ -67,7 +68,7 @@ def varlen(packed: Sequence[Tensor], ends: Tensor, longest: int, causal: bool) -
 
 def bias(ends: Tensor, rows: int, dtype: torch.dtype, causal: bool) -> Tensor:
     """[T, T]: 0 for a query and a key of one segment, else -inf."""
-    segment = torch.bucketize(torch.arange(rows, device=ends.device), ends, right=True)
+    segment = segments(ends, rows)
     seen = segment[:, None] == segment
     seen = seen.tril() if causal else seen
     return torch.zeros(seen.shape, dtype=dtype, device=ends.device).masked_fill_(~seen, -torch.inf)

@@ -25,11 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmqc.kernels.attention.segment_attention import widths
+from mmqc.kernels.attention.segment_attention import HALF, widths
 from mmqc.kernels.shared.device_facts import shared_bytes, why_not_here
 from mmqc.kernels.shared.launch import Launch
 
-DTYPES = (torch.float16, torch.bfloat16)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # of a score that does not count: finite, for the difference of two infinities is no number
 
@@ -149,7 +148,7 @@ def why_not(q: Any, k: Any, v: Any) -> str | None:
     """None, or why these operands (q [1, H, T, D], k, v [1, H_kv, T, D]) are not attended to in this way; they may be traced."""
     if reason := why_not_here(q):
         return reason
-    if q.is_cuda and q.dtype not in DTYPES:
+    if q.is_cuda and q.dtype not in HALF:
         return f"queries in float16 or bfloat16, not {q.dtype}"
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v are of one type, not {q.dtype}, {k.dtype} and {v.dtype}"
